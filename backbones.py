@@ -1,0 +1,234 @@
+"""
+The MLLM zoo: how each family turns (frames, prompt) into decoder inputs. MARS and SLQ read hidden states, so all
+they need is one small handle per family, `Backbone`, that says where things live and builds the inputs.
+
+    frames uint8 [T, H, W, 3] --resize, patches--> pixel inputs     (family's own rule, in the loader's worker)
+    prompt "<video>\nSummarize ..." or "{caption}\n..." --chat template, tokens--> input_ids [B, L]
+    + n_append placeholder tokens at the very end, whose embeddings the method swaps for its own
+
+A new family is one function at the end of this file and one line in FAMILIES.
+Not here on purpose: generation, remote code (never executed), anything a method decides.
+Shapes: B items, L tokens, T frames, D hidden width, N decoder layers, P patches of all videos together.
+"""
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers.image_processing_base import ImageProcessingMixin
+
+LLM_LINEARS = r'self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj' # the seven of MARS, App. B
+
+
+@dataclass
+class Backbone:
+    """ A frozen MLLM and what a retrieval method must know of it. Made by `load`. """
+    family: str
+    path: str
+    model: Any            # transformers ...ForConditionalGeneration, requires_grad False, eval mode
+    decoder: Any          # the module that maps inputs to hidden states (everything but lm_head)
+    tokenizer: Any
+    layers: Any           # ModuleList of the N decoder layers
+    norm: Any             # the decoder's final norm
+    embed: Any            # the input embedding
+    lora_regex: str       # full match on module names of `model`: 7 LLM linears per layer + the projector
+    chat: str             # chat template, one {} for the user's message, ends where the answer begins
+    pixels: Callable      # list of frames -> (dict of pixel inputs, number of LLM tokens per item)
+    vision: Callable      # number of LLM tokens -> the token string that stands for one video
+    vision_token: str     # the token of that string that is replaced by vision features
+    positions: Callable   # inputs -> position_ids; appended tokens simply continue the text
+
+    @property
+    def hidden_size(self):
+        return self.embed.weight.shape[1]
+
+    @property
+    def num_layers(self):
+        return len(self.layers)
+
+    def run(self, inputs, **kw):
+        """ Last hidden state [B, L, D], after the final norm; no lm_head, no KV cache. """
+        known = {k: v for k, v in inputs.items() if k not in ('append_pos', 'cut', 'labels')}
+        return self.decoder(**known, use_cache=False, **kw).last_hidden_state
+
+    def ids(self, text):
+        """ Token ids of our own template text, special tokens recognised. """
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def plain_ids(self, text):
+        """ Token ids of a user's text: a caption that spells '<|im_end|>' or '<|video_pad|>' is just text. """
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+    def collate(self, prompt, captions=None, frames=None, answers=None, n_append=0,
+                max_text_tokens=1024, padding_side='right'):
+        """
+        Decoder inputs for B items that share one prompt, on the CPU.
+
+        prompt    message with '<video>' and/or '{caption}' where the item's own content goes
+        captions  B strings or None. Cut to `max_text_tokens` tokens *before* the template goes around them, so a
+                  long caption never loses the end of the prompt
+        frames    B arrays uint8 [T, H, W, 3] or None; an image is a video of one frame
+        answers   B strings that follow the assistant header (captioning loss), closed by <|im_end|>
+        n_append  number of placeholder tokens at the end
+
+        Returns input_ids, attention_mask, mm_token_type_ids [B, L], position_ids, the family's pixel inputs,
+        append_pos [B, n_append] (where the placeholders stand), cut [B] (caption was cut), labels with answers.
+        """
+        pixel_inputs, n_vision = self.pixels(frames) if frames is not None else ({}, None)
+        B = len(captions if captions is not None else frames)
+        rows, n_prompt, cut = [], [], []
+        for i in range(B):
+            row, was_cut = [], False
+            # our text and the user's are tokenised apart, so neither can change how the other one is read
+            for part in re.split(r'(<video>|\{caption\})', self.chat.format(prompt)):
+                if part == '<video>':
+                    assert n_vision is not None, f"the prompt {prompt!r} asks for a video, and there is none"
+                    row += self.ids(self.vision(n_vision[i]))
+                elif part == '{caption}':
+                    tokens = self.plain_ids(captions[i].strip())
+                    row, was_cut = row + tokens[:max_text_tokens], len(tokens) > max_text_tokens
+                elif part:
+                    row += self.ids(part)
+            n_prompt.append(len(row))
+            if answers is not None:
+                row += self.plain_ids(answers[i]) + self.ids('<|im_end|>')
+            rows.append(row + [self.tokenizer.eos_token_id] * n_append)
+            cut.append(was_cut)
+
+        L = max(len(row) for row in rows)
+        pad_id = self.tokenizer.pad_token_id
+        input_ids = torch.full((B, L), pad_id)                                 # [B, L]
+        attention_mask = torch.zeros(B, L, dtype=torch.long)                   # [B, L]
+        start = [L - len(row) if padding_side == 'left' else 0 for row in rows]
+        for i, row in enumerate(rows):
+            input_ids[i, start[i]:start[i] + len(row)] = torch.tensor(row)
+            attention_mask[i, start[i]:start[i] + len(row)] = 1
+        inputs = {'input_ids': input_ids, 'attention_mask': attention_mask, **pixel_inputs}
+        is_vision = input_ids == self.tokenizer.convert_tokens_to_ids(self.vision_token)
+        inputs['mm_token_type_ids'] = 2 * (is_vision & attention_mask.bool()).int() # 0 text, 2 video   [B, L]
+        inputs['position_ids'] = self.positions(inputs)
+        end = torch.tensor([s + len(row) for s, row in zip(start, rows)])      # [B], one past the last token
+        inputs['append_pos'] = end[:, None] - n_append + torch.arange(n_append) # [B, n_append]
+        inputs['cut'] = torch.tensor(cut)
+        if answers is not None:
+            first = torch.tensor([s + n for s, n in zip(start, n_prompt)])[:, None]
+            at = torch.arange(L)[None]
+            keep = (at >= first) & (at < end[:, None] - n_append)
+            inputs['labels'] = input_ids.masked_fill(~keep, -100)              # [B, L]
+        return inputs
+
+
+def load(path, max_pixels=0, dtype=None, attn='sdpa'):
+    """
+    A Backbone from a hub id or a folder in the layout of `save_pretrained`.
+
+    max_pixels  most pixels per frame (0: the checkpoint's own limit); the price of a video in LLM tokens
+    dtype       torch dtype of the frozen weights; default bfloat16 on a GPU, float32 on a CPU
+    Raises ValueError for a family we do not have, FileNotFoundError when nothing is there.
+    """
+    if dtype is None:
+        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    try:
+        config, _ = transformers.PretrainedConfig.get_config_dict(path)
+    except OSError as e:
+        raise FileNotFoundError(
+            f"backbone {path!r}: no such folder, and it can't be fetched from the hub "
+            f"({str(e).splitlines()[0]}); give a folder with config.json, model.safetensors and the "
+            "tokenizer, or a hub id while online") from None
+    if not config and not os.path.isdir(path):
+        raise FileNotFoundError(f"backbone {path!r}: no such folder")
+    family = config.get('model_type')
+    if family not in FAMILIES:
+        raise ValueError(f"backbone {path!r} is of family {family!r}, which is not supported yet; "
+                         f"backbones.py has {', '.join(FAMILIES)}")
+    backbone = FAMILIES[family](path, max_pixels, dtype=dtype, attn_implementation=attn)
+    backbone.model.requires_grad_(False).eval()
+    return backbone
+
+
+# -----------------------------------------------------------------------------
+# frames -> pixels, shared by the families that cut frames into patches
+
+def fit_size(height, width, factor, min_pixels, max_pixels):
+    """
+    The size a frame is resized to: both sides multiples of `factor`, the area between min_pixels and max_pixels, the
+    aspect ratio kept as nearly as that allows (the published rule of Qwen2-VL's processor).
+    """
+    if max(height, width) > 200 * min(height, width):
+        raise ValueError(f"a frame of {width}x{height} is too thin: the longer side may be at most 200 times the other")
+    h, w = (round(side / factor) * factor for side in (height, width))
+    if h * w > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        h, w = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
+    elif h * w < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        h, w = (math.ceil(side * grow / factor) * factor for side in (height, width))
+    return h, w
+
+
+def patches(frames, h, w, patch, merge, tubelet, mean, std):
+    """
+    frames uint8 [T, H, W, 3] -> float patches [P, 3 * tubelet * patch^2] and grid (t, h, w).
+
+    Order of rows: time, then blocks of merge x merge patches (each block becomes one LLM token), then inside a
+    block. T is padded to a multiple of `tubelet` by repeating the last frame.
+    """
+    x = torch.from_numpy(frames).permute(0, 3, 1, 2)                           # [T, 3, H, W]
+    if tuple(x.shape[-2:]) != (h, w):
+        x = F.interpolate(x, (h, w), mode='bicubic', antialias=True)           # stays uint8, as the processors do it
+    mean, std = (255 * torch.tensor(m).view(1, 3, 1, 1) for m in (mean, std))
+    x = (x.float() - mean) / std
+    if len(x) % tubelet:
+        x = torch.cat([x, x[-1:].expand(-len(x) % tubelet, -1, -1, -1)])
+    t, gh, gw = len(x) // tubelet, h // patch, w // patch
+    x = x.view(t, tubelet, 3, gh // merge, merge, patch, gw // merge, merge, patch)
+    x = x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)       # [t, gh/m, gw/m, m, m, 3, tubelet, patch, patch]
+    return x.reshape(t * gh * gw, 3 * tubelet * patch * patch), (t, gh, gw)
+
+
+# -----------------------------------------------------------------------------
+# the families
+
+def qwen2_vl(path, max_pixels, **kw):
+    """ Qwen2-VL 2B, 7B: native-resolution ViT, 2 frames per temporal patch, 2x2 merge, M-RoPE. """
+    model = transformers.Qwen2VLForConditionalGeneration.from_pretrained(path, **kw)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    pre, _ = ImageProcessingMixin.get_image_processor_dict(path)
+    size = pre.get('size') or {}
+    lo = size.get('shortest_edge') or pre.get('min_pixels') or 56 * 56
+    hi = size.get('longest_edge') or pre.get('max_pixels') or 28 * 28 * 1280
+    # the checkpoint's limit is meant for single images (12.8 M pixels); its makers' video recipe stops a frame at
+    # 768 tokens' worth of pixels
+    hi = max_pixels or min(hi, 768 * 28 * 28)
+    lo = min(lo, hi)
+    patch, merge, tubelet = pre['patch_size'], pre['merge_size'], pre['temporal_patch_size']
+
+    def pixels(frames):
+        rows, grids = zip(*[patches(f, *fit_size(*f.shape[1:3], patch * merge, lo, hi), patch, merge, tubelet,
+                                    pre['image_mean'], pre['image_std']) for f in frames])
+        grid = torch.tensor(grids)                                             # [B, 3]
+        n_tokens = (grid.prod(1) // merge ** 2).tolist()
+        return {'pixel_values_videos': torch.cat(rows), 'video_grid_thw': grid}, n_tokens
+
+    def positions(inputs):                                                     # M-RoPE -> [3, B, L]
+        # always made here: the model's own fallback counts padding, and forgets M-RoPE with embeddings as input
+        return model.model.get_rope_index(
+            inputs['input_ids'], inputs['mm_token_type_ids'], video_grid_thw=inputs.get('video_grid_thw'),
+            attention_mask=inputs['attention_mask'])[0]
+
+    return Backbone(
+        family='qwen2_vl', path=path, model=model, decoder=model.model, tokenizer=tokenizer,
+        layers=model.model.language_model.layers, norm=model.model.language_model.norm,
+        embed=model.model.get_input_embeddings(),
+        lora_regex=rf'model\.language_model\.layers\.\d+\.({LLM_LINEARS})|model\.visual\.merger\.mlp\.(0|2)',
+        chat=('<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n'
+              '<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n'),
+        pixels=pixels, vision=lambda n: '<|vision_start|>' + '<|video_pad|>' * n + '<|vision_end|>',
+        vision_token='<|video_pad|>', positions=positions)
+
+
+FAMILIES = {'qwen2_vl': qwen2_vl}

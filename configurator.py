@@ -23,7 +23,7 @@ from types import ModuleType, NoneType, SimpleNamespace
 KINDS = {t.__name__: t for t in (bool, int, float, str, tuple, list, dict)}
 
 
-# ---- types: `int`, `int | None`, `tuple[float, ...]` ---------------------------------------------
+# ---- types: `int`, `int | None`, `tuple[float, ...]` -------------------------------------------
 
 def members(want):
     """The alternatives of a union, or the type itself."""
@@ -84,7 +84,7 @@ def parse(text, want):
         return convert(text, want)              # fine for `int | str`, else a ValueError
 
 
-# ---- reading the settings of a script or a dataclass ----------------------------------------------
+# ---- reading the settings of a script or a dataclass -------------------------------------------
 
 def literal(node):
     """The value of a literal or of arithmetic on literals (12 * 1024); else ValueError."""
@@ -105,10 +105,11 @@ def annotation(node, default):
 def comment(node, comments):
     """The comment behind an assignment (and its indented further lines), else the lines above."""
     found = [comments[n][2] for n in range(node.lineno, node.end_lineno + 1) if n in comments]
-    n, step = (node.end_lineno + 1, 1) if found else (node.lineno - 1, -1)
+    behind = bool(found)
+    n, step = (node.end_lineno + 1, 1) if behind else (node.lineno - 1, -1)
     while n in comments:
         column, alone, text = comments[n]
-        if not alone or (column > node.col_offset) != bool(found):
+        if not alone or (column > node.col_offset) != behind:
             break
         found = found + [text] if step == 1 else [text] + found
         n += step
@@ -159,7 +160,7 @@ def read_settings(path, cls=None):
     return settings
 
 
-# ---- config files and the command line ------------------------------------------------------------
+# ---- config files and the command line ---------------------------------------------------------
 
 def run_config(path, script):
     """Run a config file; its names -> values."""
@@ -174,7 +175,7 @@ def run_config(path, script):
         while tb:                               # the last line of the file itself, not of a library
             line = tb.tb_lineno if tb.tb_frame.f_code.co_filename == path else line
             tb = tb.tb_next
-        what = getattr(e, "msg", None) or (str(e).splitlines() or [""])[0]
+        what = e.msg if isinstance(e, SyntaxError) else (str(e).splitlines() or [""])[0]
         raise SystemExit(f"{path}{f', line {line}' if line else ''}: {type(e).__name__}: {what}") \
             from None
     return {k: v for k, v in names.items()

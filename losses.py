@@ -102,14 +102,13 @@ def _off_diagonal(mask):
 def info_nce(S, gamma, mask=None):
     """Symmetric contrastive loss of S [B, B], the pairs on the diagonal. gamma: float or 0-D."""
     _check_square("info_nce", S)
-    with fp32(S):
-        logits = gamma * S.float()  # [B, B]
-        if mask is not None:
-            logits = logits.masked_fill(_off_diagonal(mask), float("-inf"))
-        target = torch.arange(S.shape[0], device=S.device)
-        nce_t = F.cross_entropy(logits, target)  # Eq. 9, a = t: each text against all videos
-        nce_v = F.cross_entropy(logits.T, target)  # Eq. 9, a = v: each video against all texts
-        return (nce_t + nce_v) / 2  # Eq. 10
+    logits = gamma * S.float()  # [B, B]
+    if mask is not None:
+        logits = logits.masked_fill(_off_diagonal(mask), float("-inf"))
+    target = torch.arange(S.shape[0], device=S.device)
+    nce_t = F.cross_entropy(logits, target)  # Eq. 9, a = t: each text against all videos
+    nce_v = F.cross_entropy(logits.T, target)  # Eq. 9, a = v: each video against all texts
+    return (nce_t + nce_v) / 2  # Eq. 10
 
 
 def diversity(*sides):

@@ -165,7 +165,9 @@ def decode(path, num_frames, sampler="uniform", reader="auto", size=0):
         return decode_pyav(path, num_frames, pick, size, head)
     except Exception as e:  # PyAV's errors share no base class with decord's
         codec = f" (codec {head.codec})" if head else ""
-        reason = str(e).strip().splitlines()[-1] if str(e).strip() else type(e).__name__
+        reason = (getattr(e, "strerror", None) or str(e) or type(e).__name__).strip()
+        if type(e).__name__ == "InvalidDataError":
+            reason = f"it is no video, or cut off before its index ({reason})"
         raise BadVideo(f"cannot read {path}{codec}: {reason}; replace or re-encode it (H.264), "
                        f"or set on_bad_video=skip") from None
 
@@ -203,7 +205,9 @@ def video_stream(container):
         raise ValueError("it has no video stream, only audio with a cover picture")
     if s.codec_context is None:
         raise ValueError("PyAV has no decoder for its codec")
-    s.codec_context.thread_count = 1  # the loader's workers are the parallelism
+    # 2, not 1: with one thread FFmpeg paints over damaged H.264 differently than with any other
+    # number, and not more: the loader's workers are the parallelism
+    s.codec_context.thread_type, s.codec_context.thread_count = "SLICE", 2
     return s
 
 
@@ -279,7 +283,12 @@ def decode_decord(path, T, pick, size, expected=None):
     if expected is not None and len(video) != expected:
         raise RuntimeError(f"decord counts {len(video)} frames, the file has {expected}")
     index = pick(len(video), T)
-    frames = {i: resize(video[i].asnumpy(), size) for i in sorted(set(index.tolist()))}
+    frames = {}
+    for i in sorted(set(index.tolist())):
+        frame = video[i].asnumpy()
+        if frame.shape[2] != 3:  # widths up to 32: rows with their padding
+            raise RuntimeError(f"decord returns a frame of shape {frame.shape}")
+        frames[i] = resize(frame, size)
     return np.stack([frames[i] for i in index.tolist()])
 
 

@@ -1,14 +1,14 @@
 """
-The MLLM zoo: how each family turns (frames, prompt) into decoder inputs. MARS and SLQ read hidden states, so all
-they need is one small handle per family, `Backbone`, that says where things live and builds the inputs.
+The MLLM zoo: how each family turns (frames, prompt) into decoder inputs. MARS and SLQ read hidden
+states, so all they need is one small handle per family, `Backbone`: where things live, and inputs.
 
-    frames uint8 [T, H, W, 3] --resize, patches--> pixel inputs     (family's own rule, in the loader's worker)
-    prompt "<video>\nSummarize ..." or "{caption}\n..." --chat template, tokens--> input_ids [B, L]
+    frames uint8 [T, H, W, 3] --family's resize, patches--> pixel inputs     (in loader workers)
+    "<video>\nSummarize ..." or "{caption}\n..." --chat template, tokens--> input_ids [B, L]
     + n_append placeholder tokens at the very end, whose embeddings the method swaps for its own
 
 A new family is one function at the end of this file and one line in FAMILIES.
 Not here on purpose: generation, remote code (never executed), anything a method decides.
-Shapes: B items, L tokens, T frames, D hidden width, N decoder layers, P patches of all videos together.
+Shapes: B items, L tokens, T frames, D hidden width, N decoder layers, P patches of all videos.
 """
 import math
 import os
@@ -35,8 +35,8 @@ class Backbone:
     layers: Any           # ModuleList of the N decoder layers
     norm: Any             # the decoder's final norm
     embed: Any            # the input embedding
-    lora_regex: str       # full match on module names of `model`: 7 LLM linears per layer + the projector
-    chat: str             # chat template, one {} for the user's message, ends where the answer begins
+    lora_regex: str       # full match on names in `model`: 7 LLM linears per layer + the projector
+    chat: str             # chat template, one {} for the user's message, ends where answers begin
     pixels: Callable      # list of frames -> (dict of pixel inputs, number of LLM tokens per item)
     vision: Callable      # number of LLM tokens -> the token string that stands for one video
     vision_token: str     # the token of that string that is replaced by vision features
@@ -60,7 +60,7 @@ class Backbone:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def plain_ids(self, text):
-        """ Token ids of a user's text: a caption that spells '<|im_end|>' or '<|video_pad|>' is just text. """
+        """ Token ids of a user's text: a caption that spells '<|im_end|>' is just text. """
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
     def collate(self, prompt, captions=None, frames=None, answers=None, n_append=0,
@@ -69,24 +69,25 @@ class Backbone:
         Decoder inputs for B items that share one prompt, on the CPU.
 
         prompt    message with '<video>' and/or '{caption}' where the item's own content goes
-        captions  B strings or None. Cut to `max_text_tokens` tokens *before* the template goes around them, so a
-                  long caption never loses the end of the prompt
+        captions  B strings or None, cut to `max_text_tokens` tokens *before* the template goes
+                  around them, so a long caption never loses the end of the prompt
         frames    B arrays uint8 [T, H, W, 3] or None; an image is a video of one frame
-        answers   B strings that follow the assistant header (captioning loss), closed by <|im_end|>
+        answers   B strings that follow the assistant header, then <|im_end|> (captioning loss)
         n_append  number of placeholder tokens at the end
 
-        Returns input_ids, attention_mask, mm_token_type_ids [B, L], position_ids, the family's pixel inputs,
-        append_pos [B, n_append] (where the placeholders stand), cut [B] (caption was cut), labels with answers.
+        Returns input_ids, attention_mask, mm_token_type_ids [B, L], position_ids, pixel inputs,
+        append_pos [B, n_append]: where the placeholders stand, cut [B]: the caption was cut, and
+        with answers labels [B, L].
         """
         pixel_inputs, n_vision = self.pixels(frames) if frames is not None else ({}, None)
         B = len(captions if captions is not None else frames)
         rows, n_prompt, cut = [], [], []
         for i in range(B):
             row, was_cut = [], False
-            # our text and the user's are tokenised apart, so neither can change how the other one is read
+            # our text and the user's are tokenised apart: neither changes how the other one is read
             for part in re.split(r'(<video>|\{caption\})', self.chat.format(prompt)):
                 if part == '<video>':
-                    assert n_vision is not None, f"the prompt {prompt!r} asks for a video, and there is none"
+                    assert n_vision is not None, f"prompt {prompt!r} wants a video, there is none"
                     row += self.ids(self.vision(n_vision[i]))
                 elif part == '{caption}':
                     tokens = self.plain_ids(captions[i].strip())
@@ -109,10 +110,11 @@ class Backbone:
             attention_mask[i, start[i]:start[i] + len(row)] = 1
         inputs = {'input_ids': input_ids, 'attention_mask': attention_mask, **pixel_inputs}
         is_vision = input_ids == self.tokenizer.convert_tokens_to_ids(self.vision_token)
-        inputs['mm_token_type_ids'] = 2 * (is_vision & attention_mask.bool()).int() # 0 text, 2 video   [B, L]
+        is_vision &= attention_mask.bool()
+        inputs['mm_token_type_ids'] = 2 * is_vision.int()                      # 0 text, 2 video [B, L]
         inputs['position_ids'] = self.positions(inputs)
-        end = torch.tensor([s + len(row) for s, row in zip(start, rows)])      # [B], one past the last token
-        inputs['append_pos'] = end[:, None] - n_append + torch.arange(n_append) # [B, n_append]
+        end = torch.tensor([s + len(row) for s, row in zip(start, rows)])      # [B], past the last token
+        inputs['append_pos'] = end[:, None] - n_append + torch.arange(n_append)  # [B, n_append]
         inputs['cut'] = torch.tensor(cut)
         if answers is not None:
             first = torch.tensor([s + n for s, n in zip(start, n_prompt)])[:, None]
@@ -155,11 +157,12 @@ def load(path, max_pixels=0, dtype=None, attn='sdpa'):
 
 def fit_size(height, width, factor, min_pixels, max_pixels):
     """
-    The size a frame is resized to: both sides multiples of `factor`, the area between min_pixels and max_pixels, the
-    aspect ratio kept as nearly as that allows (the published rule of Qwen2-VL's processor).
+    The size a frame is resized to: both sides multiples of `factor`, the area between min_pixels
+    and max_pixels, the aspect ratio as near as that allows (the rule of Qwen2-VL's processor).
     """
     if max(height, width) > 200 * min(height, width):
-        raise ValueError(f"a frame of {width}x{height} is too thin: the longer side may be at most 200 times the other")
+        raise ValueError(f"a frame of {width}x{height} is too thin: the longer side may be at most "
+                         "200 times the other")
     h, w = (round(side / factor) * factor for side in (height, width))
     if h * w > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
@@ -174,12 +177,12 @@ def patches(frames, h, w, patch, merge, tubelet, mean, std):
     """
     frames uint8 [T, H, W, 3] -> float patches [P, 3 * tubelet * patch^2] and grid (t, h, w).
 
-    Order of rows: time, then blocks of merge x merge patches (each block becomes one LLM token), then inside a
-    block. T is padded to a multiple of `tubelet` by repeating the last frame.
+    Order of rows: time, then blocks of merge x merge patches (a block becomes one LLM token), then
+    inside a block. T is padded to a multiple of `tubelet` by repeating the last frame.
     """
     x = torch.from_numpy(frames).permute(0, 3, 1, 2)                           # [T, 3, H, W]
     if tuple(x.shape[-2:]) != (h, w):
-        x = F.interpolate(x, (h, w), mode='bicubic', antialias=True)           # stays uint8, as the processors do it
+        x = F.interpolate(x, (h, w), mode='bicubic', antialias=True)           # uint8, as processors do
     mean, std = (255 * torch.tensor(m).view(1, 3, 1, 1) for m in (mean, std))
     x = (x.float() - mean) / std
     if len(x) % tubelet:
@@ -201,34 +204,36 @@ def qwen2_vl(path, max_pixels, **kw):
     size = pre.get('size') or {}
     lo = size.get('shortest_edge') or pre.get('min_pixels') or 56 * 56
     hi = size.get('longest_edge') or pre.get('max_pixels') or 28 * 28 * 1280
-    # the checkpoint's limit is meant for single images (12.8 M pixels); its makers' video recipe stops a frame at
-    # 768 tokens' worth of pixels
+    # the checkpoint's limit is meant for single images (12.8 M pixels); its makers' video recipe
+    # stops a frame at 768 tokens' worth of pixels
     hi = max_pixels or min(hi, 768 * 28 * 28)
     lo = min(lo, hi)
     patch, merge, tubelet = pre['patch_size'], pre['merge_size'], pre['temporal_patch_size']
 
     def pixels(frames):
-        rows, grids = zip(*[patches(f, *fit_size(*f.shape[1:3], patch * merge, lo, hi), patch, merge, tubelet,
-                                    pre['image_mean'], pre['image_std']) for f in frames])
+        sizes = [fit_size(*f.shape[1:3], patch * merge, lo, hi) for f in frames]
+        rows, grids = zip(*[patches(f, *size, patch, merge, tubelet, pre['image_mean'],
+                                    pre['image_std']) for f, size in zip(frames, sizes)])
         grid = torch.tensor(grids)                                             # [B, 3]
         n_tokens = (grid.prod(1) // merge ** 2).tolist()
         return {'pixel_values_videos': torch.cat(rows), 'video_grid_thw': grid}, n_tokens
 
     def positions(inputs):                                                     # M-RoPE -> [3, B, L]
-        # always made here: the model's own fallback counts padding, and forgets M-RoPE with embeddings as input
+        # always made here: the model's own fallback counts padding as positions
         return model.model.get_rope_index(
-            inputs['input_ids'], inputs['mm_token_type_ids'], video_grid_thw=inputs.get('video_grid_thw'),
-            attention_mask=inputs['attention_mask'])[0]
+            inputs['input_ids'], inputs['mm_token_type_ids'], attention_mask=inputs['attention_mask'],
+            video_grid_thw=inputs.get('video_grid_thw'))[0]
 
     return Backbone(
         family='qwen2_vl', path=path, model=model, decoder=model.model, tokenizer=tokenizer,
         layers=model.model.language_model.layers, norm=model.model.language_model.norm,
         embed=model.model.get_input_embeddings(),
-        lora_regex=rf'model\.language_model\.layers\.\d+\.({LLM_LINEARS})|model\.visual\.merger\.mlp\.(0|2)',
+        lora_regex=(rf'model\.language_model\.layers\.\d+\.({LLM_LINEARS})'
+                    r'|model\.visual\.merger\.mlp\.(0|2)'),
         chat=('<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n'
               '<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n'),
-        pixels=pixels, vision=lambda n: '<|vision_start|>' + '<|video_pad|>' * n + '<|vision_end|>',
-        vision_token='<|video_pad|>', positions=positions)
+        vision=lambda n: '<|vision_start|>' + '<|video_pad|>' * n + '<|vision_end|>',
+        vision_token='<|video_pad|>', pixels=pixels, positions=positions)
 
 
 FAMILIES = {'qwen2_vl': qwen2_vl}

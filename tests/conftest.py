@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 SHARED = ROOT.parent / 'shared' # material that is not part of the repo; tests that read it skip without it
 
-WORDS = 'a red blue green circle square triangle moves left right up down then grows shrinks the Summarize above ' \
-        'video sentence in one word: You are helpful assistant. system user one two three, .'.split()
-SPECIAL = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<|vision_start|>', '<|vision_end|>', '<|video_pad|>',
-           '<|image_pad|>']
+WORDS = ('a red blue green circle square triangle moves left right up down then grows shrinks the '
+         'Summarize above video sentence in one word: You are helpful assistant. system user, .')
+SPECIAL = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<|vision_start|>', '<|vision_end|>',
+           '<|video_pad|>', '<|image_pad|>']
 
 
 def make_tokenizer(folder):
@@ -25,7 +25,7 @@ def make_tokenizer(folder):
     tok.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
                                   show_progress=False)
-    tok.train_from_iterator([' '.join(WORDS)] * 10, trainer)
+    tok.train_from_iterator([WORDS] * 10, trainer)
     tok.add_special_tokens(SPECIAL)
     from transformers import PreTrainedTokenizerFast
     fast = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token='<|im_end|>', pad_token='<|endoftext|>',
@@ -35,28 +35,29 @@ def make_tokenizer(folder):
 
 
 def make_qwen2vl(folder, layers=3, hidden=32, seed=0, **text):
-    """ A random Qwen2-VL of the native class in `save_pretrained` layout: frames of 16x16, patch 4, merge 2. """
+    """ A random Qwen2-VL of the native class, saved: frames of 16x16, patch 4, merge 2. """
     import torch
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
     tok = make_tokenizer(folder)
     ids = {name: tok.convert_tokens_to_ids(f'<|{name}|>') for name in
            ('vision_start', 'vision_end', 'video_pad', 'image_pad', 'endoftext', 'im_end')}
+    section = [hidden // 8 - 2 * (hidden // 24), hidden // 24, hidden // 24]  # sums to head_dim / 2
     config = Qwen2VLConfig(
-        text_config=dict(vocab_size=512, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
-                         bos_token_id=None, eos_token_id=ids['im_end'], pad_token_id=ids['endoftext'],
+        text_config=dict(vocab_size=512, hidden_size=hidden, intermediate_size=2 * hidden,
+                         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+                         tie_word_embeddings=True, bos_token_id=None, eos_token_id=ids['im_end'],
+                         pad_token_id=ids['endoftext'],
                          rope_parameters=dict(rope_type='default', rope_theta=1e6,
-                                              mrope_section=[hidden // 8 - 2 * (hidden // 24)] + [hidden // 24] * 2),
-                         **text),
-        vision_config=dict(depth=2, embed_dim=16, hidden_size=hidden, num_heads=2, mlp_ratio=2, patch_size=4,
-                           spatial_merge_size=2, temporal_patch_size=2),
+                                              mrope_section=section), **text),
+        vision_config=dict(depth=2, embed_dim=16, hidden_size=hidden, num_heads=2, mlp_ratio=2,
+                           patch_size=4, spatial_merge_size=2, temporal_patch_size=2),
         image_token_id=ids['image_pad'], video_token_id=ids['video_pad'], tie_word_embeddings=True,
         vision_start_token_id=ids['vision_start'], vision_end_token_id=ids['vision_end'])
     torch.manual_seed(seed)
     Qwen2VLForConditionalGeneration(config).save_pretrained(folder)
-    pre = dict(image_processor_type='Qwen2VLImageProcessor', patch_size=4, merge_size=2, temporal_patch_size=2,
-               size=dict(shortest_edge=256, longest_edge=256), image_mean=[0.48, 0.46, 0.41],
-               image_std=[0.27, 0.26, 0.28], do_resize=True, do_rescale=True, do_normalize=True)
+    pre = dict(image_processor_type='Qwen2VLImageProcessor', patch_size=4, merge_size=2,
+               temporal_patch_size=2, size=dict(shortest_edge=256, longest_edge=256),
+               image_mean=[0.48, 0.46, 0.41], image_std=[0.27, 0.26, 0.28])
     Path(folder, 'preprocessor_config.json').write_text(json.dumps(pre))
     return str(folder)
 

@@ -1,17 +1,16 @@
 """
 MARS (Multi-layer Adaptive Representation Slots) on a frozen decoder MLLM, all of it in this file.
 
-A caption and a video go through the same LLM, each with M learned slot tokens where the answer would
-be. Slot m is its own softmax-weighted mix of the N decoder layers, one unit vector; a pair scores the
-mean of M cosines. Paper: MARS, Sec. 3.2-3.3 ("Eq. n"); Eq. 4-12 are in losses.py.
+A caption and a video go through the same LLM, each with M learned slot tokens where the answer
+would be. Slot m is its own mix of the N decoder layers; a pair scores the mean of M cosines.
+Paper: MARS, Sec. 3 ("Eq. n"); Eq. 4-12 are in losses.py.
 
-    samples -> collate: "<video>\nSummarize ..." + M slots   -> input_ids [B, L], pixels, append_pos
-    inputs  -> states:  hooks on the decoder layers          -> h [N, B, M, D]
-    h       -> fuse:    softmax over layers, L2 norm         -> {"slots": [B, M, D]}
+    samples -> collate   "<video> Summarize ..." + M slots -> input_ids [B, L], append_pos [B, M]
+    inputs  -> states    hooks on the decoder layers         -> h [N, B, M, D]
+    h       -> fuse      softmax over layers, L2 norm        -> {"slots": [B, M, D]}
     slots of Nt texts and Nv videos -> similarity            -> S [Nt, Nv]
 
-Where the paper is silent or says two things the choice is marked "Choice:". Not here on purpose:
-reranking (MARS-R), generation, a KV cache.
+Where the paper is silent or says two things, a comment says "Choice:".
 Shapes: B items, L tokens, M slots, N decoder layers, D hidden width.
 """
 import math
@@ -27,7 +26,12 @@ from peft import LoraConfig, get_peft_model
 
 from losses import diversity, fp32, hard_negative, info_nce, same_video
 
+MAX_GAMMA = 100.0  # a learned scale stops here, as CLIP's does
 
+
+# Table 2, row by row: layer_fusion=False num_slots=1 lambda_div=0 lambda_hn=0 | layer_fusion=True |
+# num_slots=4 | lambda_div=.1 | lambda_hn=.05. With one slot, read one token before it, that is the
+# prompt's last token: no learned token has a part in the first two rows.
 @dataclass
 class MARSConfig:
     backbone: str = ""  # folder or hub id of the MLLM
@@ -39,7 +43,7 @@ class MARSConfig:
     max_text_tokens: int = 256  # a longer caption is cut, its prompt is not (not in the paper)
     num_slots: int = 4  # M; 3 on MSR-VTT (Table A2, Table 3)
     layer_fusion: bool = True  # mix all N layers (Eq. 1-2); False: the last layer only (Table 2)
-    slot_readout: str = "preceding"  # preceding: one token before the slot (Sec. 3.2) | self (App. B)
+    slot_readout: str = "preceding"  # preceding: one token before (Sec. 3.2) | self (App. B)
     final_norm: str = "hf"  # final RMSNorm on: hf = the last layer's state only | all | none
     slot_init: str = "normal"  # normal: N(0, 0.02) | mean: the mean token embedding (unstated)
     aggregation: str = "uniform"  # over slots: uniform (Eq. 3) | learnable | maxsim (Table A3)
@@ -48,7 +52,7 @@ class MARSConfig:
     lambda_div: float = 0.1  # weight of the diversity loss (Eq. 13, Table A2)
     lambda_hn: float = 0.05  # weight of the hard-negative loss (Eq. 13, Table A2)
     delta: float = 0.04  # margin of the hard-negative hinge, in cosines (Eq. 7, Table A2)
-    mask_same_video: bool = False  # other captions of a video are no negatives (paper: they are)
+    mask_same_video: bool = False  # a video's other captions are no negatives (unstated)
     lora_r: int = 128  # LoRA rank, 0 = no LoRA (App. B)
     lora_alpha: int = 256  # LoRA scale is alpha / r (App. B)
     lora_dropout: float = 0.05  # (App. B)
@@ -60,12 +64,13 @@ class MARSConfig:
                        aggregation=("uniform", "learnable", "maxsim"))
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
-                raise ValueError(f"{key} must be one of {', '.join(allowed)}; got {vars(self)[key]!r}")
+                raise ValueError(f"{key} must be one of {', '.join(allowed)}; "
+                                 f"got {getattr(self, key)!r}")
         least = dict(max_pixels=0, num_frames=1, max_text_tokens=1, num_slots=1, lambda_div=0,
                      lambda_hn=0, delta=0, lora_r=0, lora_alpha=1, lora_dropout=0)
         for key, low in least.items():
             if not low <= getattr(self, key) < math.inf:
-                raise ValueError(f"{key} must be at least {low}; got {vars(self)[key]}")
+                raise ValueError(f"{key} must be at least {low}; got {getattr(self, key)}")
         if not self.lora_dropout < 1:
             raise ValueError(f"lora_dropout must be below 1; got {self.lora_dropout}")
         if not 0 < self.gamma < math.inf or (self.learn_gamma and self.gamma > MAX_GAMMA):
@@ -78,9 +83,6 @@ class MARSConfig:
                 raise ValueError(f"{key} must hold {need} once and no {other}; got {prompt!r}")
 
 
-MAX_GAMMA = 100.0  # a learned scale stops here, as CLIP's does
-
-
 class MARS(nn.Module):
     def __init__(self, config, backbone):
         super().__init__()
@@ -89,12 +91,15 @@ class MARS(nn.Module):
         backbone.model.requires_grad_(False)
         self.adapted = {}  # tower -> number of modules with LoRA
         self.mllm = self._add_lora() if config.lora_r else backbone.model
-        if config.gradient_checkpointing:  # after _add_lora: peft would make the embeddings need grad
+        if config.gradient_checkpointing:
             backbone.model.activation_checkpointing_enable({"use_reentrant": False})
+            # transformers makes all embeddings require grad here, which reentrant checkpointing
+            # needs. Ours does not, and the frozen vision tower would keep its activations.
+            backbone.model.disable_input_require_grads()
 
         device = backbone.embed.weight.device
-        # The same slot tokens, layer weights and LoRA serve texts and videos (Sec. 3.2). Masters are
-        # fp32 whatever the backbone's dtype: steps of 2e-4 get lost in bf16.
+        # The same slot tokens, layer weights and LoRA serve texts and videos (Sec. 3.2). They are
+        # fp32 whatever the backbone's dtype (peft does it for LoRA): bf16 loses steps of 2e-4.
         if config.slot_init == "normal":
             slots = torch.randn(M, D) * 0.02  # Choice: unstated; the LLM's own initializer range
         else:
@@ -114,15 +119,15 @@ class MARS(nn.Module):
         # q_proj may occur in both, so the backbone's regex is anchored on the language model
         cfg, model = self.config, self.backbone.model
         if any("lora_" in name for name, _ in model.named_parameters()):
-            raise ValueError("MARS: this backbone already carries LoRA; load it anew for each model")
+            raise ValueError("MARS: this backbone already carries LoRA; load one for each model")
         inside = {id(m) for m in self.backbone.layers.modules()}
         for name, module in model.named_modules():
             if re.fullmatch(self.backbone.lora_regex, name):
                 tower = "language model" if id(module) in inside else name.rpartition(".")[0]
                 self.adapted[tower] = self.adapted.get(tower, 0) + 1
         if not self.adapted.get("language model"):
-            raise ValueError(f"MARS: lora_regex {self.backbone.lora_regex!r} matches no module of the "
-                             "language model, so LoRA would train nothing")
+            raise ValueError(f"MARS: no module of the language model matches the backbone's "
+                             f"lora_regex {self.backbone.lora_regex!r}; set lora_r=0 or fix it")
         lora = LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, lora_dropout=cfg.lora_dropout,
                           target_modules=self.backbone.lora_regex, bias="none")
         with warnings.catch_warnings():  # peft asks transformers for a property by its old name
@@ -130,7 +135,7 @@ class MARS(nn.Module):
             return get_peft_model(model, lora)
 
     def train(self, mode=True):
-        """All frozen parts stay in eval mode; only LoRA's dropout and checkpointing follow `mode`."""
+        """Frozen parts stay in eval mode; only LoRA's dropout and checkpointing follow `mode`."""
         super().train(False)
         self.training = mode
         for name, module in self.mllm.named_modules():
@@ -145,7 +150,7 @@ class MARS(nn.Module):
     # ---------------------------------------------------------------- encoding
 
     def collate(self, samples):
-        """Samples -> {"text": inputs, "video": inputs}, CPU tensors; a side nobody has is absent."""
+        """Samples -> {"text": inputs, "video": inputs} on the CPU; a side nobody has is absent."""
         cfg, batch = self.config, {}
         for side, key, kind, prompt in (("text", "caption", "captions", cfg.text_prompt),
                                         ("video", "frames", "frames", cfg.video_prompt)):
@@ -187,7 +192,7 @@ class MARS(nn.Module):
                 handle.remove()
 
     def states(self, inputs):
-        """h [N, B, M, D], layer by layer, at the read positions; [1, B, M, D] without layer fusion."""
+        """h [N, B, M, D] at the read positions, layer by layer (the last alone without fusion)."""
         inputs = {k: v.to(self.slots.device, non_blocking=True) for k, v in inputs.items()}
         layers, seen = list(self.backbone.layers), []
         if self.w is None:
@@ -284,7 +289,7 @@ class MARS(nn.Module):
     # ---------------------------------------------------------------- what is trained
 
     def trainable_groups(self):
-        """{"LoRA" | "slots" | "w" | "other": {name: parameter}}, every trainable one exactly once."""
+        """{"LoRA" | "slots" | "w" | "other": {name: parameter}}, every trained one exactly once."""
         groups = {"LoRA": {}, "slots": {}, "w": {}, "other": {}}
         for name, p in self.named_parameters():
             if p.requires_grad:

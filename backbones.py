@@ -111,9 +111,9 @@ class Backbone:
         inputs = {'input_ids': input_ids, 'attention_mask': attention_mask, **pixel_inputs}
         is_vision = input_ids == self.tokenizer.convert_tokens_to_ids(self.vision_token)
         is_vision &= attention_mask.bool()
-        inputs['mm_token_type_ids'] = 2 * is_vision.int()                      # 0 text, 2 video [B, L]
+        inputs['mm_token_type_ids'] = 2 * is_vision.int()      # [B, L], 0 text, 2 video
         inputs['position_ids'] = self.positions(inputs)
-        end = torch.tensor([s + len(row) for s, row in zip(start, rows)])      # [B], past the last token
+        end = torch.tensor([s + len(row) for s, row in zip(start, rows)])  # [B], one past the last
         inputs['append_pos'] = end[:, None] - n_append + torch.arange(n_append)  # [B, n_append]
         inputs['cut'] = torch.tensor(cut)
         if answers is not None:
@@ -128,7 +128,7 @@ def load(path, max_pixels=0, dtype=None, attn='sdpa'):
     """
     A Backbone from a hub id or a folder in the layout of `save_pretrained`.
 
-    max_pixels  most pixels per frame (0: the checkpoint's own limit); the price of a video in LLM tokens
+    max_pixels  most pixels per frame, which sets a video's LLM tokens; 0: the checkpoint's limit
     dtype       torch dtype of the frozen weights; default bfloat16 on a GPU, float32 on a CPU
     Raises ValueError for a family we do not have, FileNotFoundError when nothing is there.
     """
@@ -139,8 +139,8 @@ def load(path, max_pixels=0, dtype=None, attn='sdpa'):
     except OSError as e:
         raise FileNotFoundError(
             f"backbone {path!r}: no such folder, and it can't be fetched from the hub "
-            f"({str(e).splitlines()[0]}); give a folder with config.json, model.safetensors and the "
-            "tokenizer, or a hub id while online") from None
+            f"({str(e).splitlines()[0]}); give a folder as save_pretrained writes it, or a "
+            "hub id while online") from None
     if not config and not os.path.isdir(path):
         raise FileNotFoundError(f"backbone {path!r}: no such folder")
     family = config.get('model_type')
@@ -166,7 +166,7 @@ def fit_size(height, width, factor, min_pixels, max_pixels):
     h, w = (round(side / factor) * factor for side in (height, width))
     if h * w > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
-        h, w = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
+        h, w = (max(factor, math.floor(s / shrink / factor) * factor) for s in (height, width))
     elif h * w < min_pixels:
         grow = math.sqrt(min_pixels / (height * width))
         h, w = (math.ceil(side * grow / factor) * factor for side in (height, width))
@@ -182,7 +182,7 @@ def patches(frames, h, w, patch, merge, tubelet, mean, std):
     """
     x = torch.from_numpy(frames).permute(0, 3, 1, 2)                           # [T, 3, H, W]
     if tuple(x.shape[-2:]) != (h, w):
-        x = F.interpolate(x, (h, w), mode='bicubic', antialias=True)           # uint8, as processors do
+        x = F.interpolate(x, (h, w), mode='bicubic', antialias=True)  # in uint8, as processors do
     mean, std = (255 * torch.tensor(m).view(1, 3, 1, 1) for m in (mean, std))
     x = (x.float() - mean) / std
     if len(x) % tubelet:
@@ -221,8 +221,8 @@ def qwen2_vl(path, max_pixels, **kw):
     def positions(inputs):                                                     # M-RoPE -> [3, B, L]
         # always made here: the model's own fallback counts padding as positions
         return model.model.get_rope_index(
-            inputs['input_ids'], inputs['mm_token_type_ids'], attention_mask=inputs['attention_mask'],
-            video_grid_thw=inputs.get('video_grid_thw'))[0]
+            inputs['input_ids'], inputs['mm_token_type_ids'],
+            video_grid_thw=inputs.get('video_grid_thw'), attention_mask=inputs['attention_mask'])[0]
 
     return Backbone(
         family='qwen2_vl', path=path, model=model, decoder=model.model, tokenizer=tokenizer,

@@ -1,0 +1,153 @@
+"""
+A run's directory, written by train.py and read by eval.py.
+
+    config.json            resolved settings and versions: all that a later evaluation needs
+    log.jsonl              one line per log step and per validation
+    metrics.json           what eval.py measured, per split
+    step_000123/           a checkpoint: config.json once more,
+        model.safetensors    every trainable tensor and nothing frozen
+        adapter/             the LoRA part again, in PEFT's own layout
+        state/state.pt       optimizer and step, loadable with weights_only
+    latest -> step_000123, best -> step_000094
+
+Everything is written under a temporary name and renamed, and a link is replaced in one system call:
+a kill at any moment leaves the old or the new, never half of one.
+"""
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+
+import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+# what may differ when a run is resumed: none of it changes what is computed (beyond rounding)
+MAY_CHANGE = {'resume', 'out_dir', 'max_steps', 'save_every', 'log_every', 'num_workers', 'device',
+              'eval_batch_size', 'frame_cache', 'video_root', 'chunk_size', 'wandb',
+              'wandb_project'}
+
+
+def write_atomic(path, text):
+    """ Text into a file that is complete or absent. """
+    temporary = f'{path}.{os.getpid()}.tmp'
+    with open(temporary, 'w', encoding='utf-8') as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+def point(out_dir, name, target):
+    """ The link out_dir/name -> target, new or replaced. """
+    temporary = os.path.join(out_dir, f'.{name}.{os.getpid()}.tmp')
+    if os.path.lexists(temporary):
+        os.remove(temporary)
+    os.symlink(target, temporary)
+    os.replace(temporary, os.path.join(out_dir, name))
+
+
+def save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best):
+    """
+    Writes step_XXXXXX, points `latest` (and `best`) to it, removes what neither points to. One
+    process only. A checkpoint that is there already, of the same step, is kept.
+    """
+    name = f'step_{step:06d}'
+    folder = os.path.join(cfg.out_dir, name)
+    if not os.path.isdir(folder):
+        temporary = os.path.join(cfg.out_dir, f'.{name}.{os.getpid()}.tmp')
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.makedirs(os.path.join(temporary, 'state'))
+        save_file({k: v.contiguous() for k, v in model.trainable_state().items()},
+                  os.path.join(temporary, 'model.safetensors'))
+        model.save_adapter(os.path.join(temporary, 'adapter'))
+        # sample order and dropout are functions of (seed, step), so the step is the data position
+        # and the RNG state. Nothing but tensors, numbers and strings: weights_only can read it
+        torch.save({'optimizer': optimizer.state_dict(), 'step': step, 'best': best},
+                   os.path.join(temporary, 'state', 'state.pt'))
+        write_atomic(os.path.join(temporary, 'config.json'), config_json)
+        os.rename(temporary, folder)
+    point(cfg.out_dir, 'latest', name)
+    if is_best:
+        point(cfg.out_dir, 'best', name)
+    kept = {os.path.realpath(os.path.join(cfg.out_dir, link)) for link in ('latest', 'best')}
+    for entry in os.listdir(cfg.out_dir):
+        path = os.path.join(cfg.out_dir, entry)
+        half_written = entry.startswith('.step_') and entry.endswith('.tmp')
+        if half_written or (entry.startswith('step_') and os.path.realpath(path) not in kept):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def load_checkpoint(cfg, model, optimizer, config_json):
+    """
+    out_dir/latest into model and optimizer -> (step, best). No code in the files is executed.
+    ValueError when the run was started with settings that compute something else.
+    """
+    folder = os.path.join(cfg.out_dir, 'latest')
+    with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
+        old = json.load(f)['settings']
+    new = json.loads(config_json)['settings']
+    differ = [f"{k} = {old.get(k)!r}, now {new.get(k)!r}" for k in sorted(old.keys() | new.keys())
+              if k not in MAY_CHANGE and old.get(k) != new.get(k)]
+    if differ:
+        raise ValueError(f"{cfg.out_dir} was started with other settings ({'; '.join(differ)}): "
+                         "set them back to resume, or use another --out_dir")
+    model.load_trainable(load_file(os.path.join(folder, 'model.safetensors')))
+    state = torch.load(os.path.join(folder, 'state', 'state.pt'), map_location='cpu',
+                       weights_only=True)
+    optimizer.load_state_dict(state['optimizer'])
+    return state['step'], state['best']
+
+
+def describe(cfg):
+    """ What config.json holds: {"settings": ..., "versions": ...}. """
+    import peft
+    import transformers
+    here = os.path.dirname(os.path.abspath(__file__))
+    try:
+        git = subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True, text=True, cwd=here)
+        commit = git.stdout.strip() or 'unknown'
+    except OSError:  # no git on this machine
+        commit = 'unknown'
+    versions = {'python': platform.python_version(), 'torch': torch.__version__,
+                'transformers': transformers.__version__, 'peft': peft.__version__,
+                'commit': commit}
+    return {'settings': dict(sorted(vars(cfg).items())), 'versions': versions}
+
+
+class Log:
+    """ log.jsonl, the screen, and wandb when asked; a failing wandb never stops training. """
+
+    def __init__(self, cfg, step, quiet):
+        """ Keeps the lines up to `step`: a killed run may have logged more than it saved. """
+        self.path, self.quiet, self.wandb = os.path.join(cfg.out_dir, 'log.jsonl'), quiet, None
+        if quiet:
+            return
+        if os.path.exists(self.path):
+            with open(self.path, encoding='utf-8') as f:
+                lines = [line for line in f if line.endswith('}\n')]
+            write_atomic(self.path, ''.join(s for s in lines if json.loads(s)['step'] <= step))
+        if cfg.wandb:
+            try:
+                import wandb
+                self.wandb = wandb.init(project=cfg.wandb_project, config=vars(cfg),
+                                        dir=cfg.out_dir)
+            except Exception as e:  # whatever a logging service does, training goes on
+                tqdm.write(f"warning: wandb is off in this run: {e!r}", file=sys.stderr)
+
+    def __call__(self, row):
+        """ row: {"step": ..., ...} of numbers and strings. """
+        if self.quiet:
+            return
+        with open(self.path, 'a', encoding='utf-8') as f:
+            f.write(json.dumps(row) + '\n')
+        tqdm.write('  '.join(f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}'
+                             for k, v in row.items()))
+        if self.wandb is not None:
+            try:
+                self.wandb.log(row, step=row['step'])
+            except Exception as e:
+                tqdm.write(f"warning: wandb failed and is off from here: {e!r}", file=sys.stderr)
+                self.wandb = None

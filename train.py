@@ -1,0 +1,474 @@
+"""
+Train any of the methods: one loop, one or many processes.
+
+    $ python train.py config/demo_mars.py                          # a laptop
+    $ torchrun --nproc_per_node=2 train.py config/mars_didemo.py   # two GPUs
+    $ python train.py --help                                       # every setting
+
+samples --model.collate (in workers)--> chunks --model.forward--> Features of this rank's pairs
+--losses.gather, with gradient--> Features of the global batch --model.loss--> scalar --> AdamW
+
+W processes compute what one would: the global batch is a function of (seed, epoch, step), every
+rank takes the full-batch loss, and DDP's mean of the gradients is that of one process.
+Not here on purpose: gradient accumulation. It adds no negatives to a contrastive loss, so it is not
+training with a large batch; `chunk_size` gives exactly that in the memory of a small one.
+"""
+# settings: a config file and --key=value come over these; a model's own stand in its dataclass
+out_dir = 'out/run'      # the run's directory: checkpoints, log.jsonl, metrics.json
+model = 'mars'           # which method: one of MODELS
+resume = False           # go on from out_dir/latest if it is there; else an existing run is refused
+# data
+data = 'data/demo'       # folder with {train,val,test}.jsonl, made by its prepare.py
+video_root = ''          # folder the annotations' video paths start from; empty: <data>/videos
+paragraph = False        # join a video's captions to one text (DiDeMo, ActivityNet)
+train_split = 'train'    # <data>/<train_split>.jsonl is trained on
+val_split = 'val'        # the split that picks `best`
+select_on_test = False   # must be true to let val_split be 'test': optimistic numbers
+sampler = 'uniform'      # how frames are picked, see data.SAMPLERS
+frame_size = 0           # resize the shorter side of decoded frames to this; 0: as they are
+frame_cache = ''         # folder for decoded frames: each video is decoded once; empty: every time
+on_bad_video = 'raise'   # an unreadable video: 'raise' stops, 'skip' takes the next pair and counts
+num_workers = 4          # loader processes per rank; 0 loads in the training process
+# optimization
+batch_size = 320         # pairs in the global batch, over all processes: each has 319 negatives
+chunk_size = 0           # pairs per forward in a process; 0: all, else the two-pass exact gradient
+epochs = 5
+warmup_epochs = 1.0      # linear warmup, then cosine to zero, both per iteration
+learning_rate = 2e-4
+beta1 = 0.9
+beta2 = 0.95
+weight_decay = 0.05      # none on 1-D tensors and on what the model's no_decay names
+grad_clip = 1.0          # largest norm of the whole gradient; 0: no clipping
+seed = 0
+max_steps = 0            # stop after so many steps, the schedule unchanged; 0: all of them
+# evaluation, checkpoints, logs
+select_metric = 'SumR'   # what `best` maximises on val_split: SumR, or t2v/R@1 and the like
+eval_batch_size = 64     # items per forward in evaluation
+save_every = 0           # steps between checkpoints besides the one per epoch; 0: only those
+log_every = 10           # steps between log lines
+dtype = 'auto'           # autocast and frozen weights: bfloat16, float32; auto: bfloat16 on a GPU
+device = 'auto'          # cuda or cpu; auto: a GPU if there is one
+wandb = False            # also log to Weights & Biases, which is imported only then
+wandb_project = 'nanotvr'
+# end of settings
+
+# a method is a file with a dataclass of settings and a class; a fourth one is a fourth line
+MODELS = {
+    'mars': ('model_mars.py', 'MARSConfig', 'MARS'),
+}
+SETTINGS = {name: (file, config) for name, (file, config, _) in MODELS.items()}
+
+if __name__ == '__main__':  # before torch is imported, so that --help and typos answer at once
+    from configurator import configure
+    cfg = configure(__file__, models=SETTINGS)
+
+import importlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import fields
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import backbones
+import data as datalib
+import losses
+from checkpoint import Log, describe, load_checkpoint, save_checkpoint, write_atomic
+
+# -----------------------------------------------------------------------------
+# processes, devices, model
+
+def init_distributed(device='auto'):
+    """ (rank, world, torch device); joins torchrun's group: nccl on GPUs, gloo on CPUs. """
+    use_cuda = device == 'cuda' or (device in ('auto', '') and torch.cuda.is_available())
+    if use_cuda and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda' and torch finds no GPU here; use --device=cpu")
+    if 'RANK' not in os.environ:
+        return 0, 1, torch.device('cuda' if use_cuda else 'cpu')
+    rank, world, local = (int(os.environ[k]) for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'))
+    if use_cuda:
+        if local >= torch.cuda.device_count():
+            raise ValueError(f"process {local} of this machine has no GPU of its own, there are "
+                             f"{torch.cuda.device_count()}; lower --nproc_per_node")
+        torch.cuda.set_device(local)
+    if not dist.is_initialized():
+        dist.init_process_group('nccl' if use_cuda else 'gloo')
+    return rank, world, torch.device('cuda', local) if use_cuda else torch.device('cpu')
+
+
+def torch_dtype(cfg, device):
+    """ The dtype of the frozen weights and of autocast. """
+    if cfg.dtype not in ('auto', 'bfloat16', 'float32'):
+        raise ValueError(f"dtype is '{cfg.dtype}' and must be auto, bfloat16 or float32")
+    if cfg.dtype == 'auto':
+        return torch.bfloat16 if device.type == 'cuda' else torch.float32
+    return getattr(torch, cfg.dtype)
+
+
+def autocast_of(cfg, device):
+    """ A context for encoding; losses and similarities stay fp32 outside of it. """
+    half = torch_dtype(cfg, device) == torch.bfloat16
+    return partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=half)
+
+
+def build_model(cfg, device):
+    """ The method cfg.model with its settings, on `device`, its trainable parts as initialised. """
+    file, config_name, class_name = MODELS[cfg.model]
+    module = importlib.import_module(file.removesuffix('.py'))
+    config_class = getattr(module, config_name)
+    config = config_class(**{f.name: getattr(cfg, f.name) for f in fields(config_class)})
+    torch.manual_seed(cfg.seed)  # the same start on every rank
+    backbone = backbones.load(config.backbone, config.max_pixels, dtype=torch_dtype(cfg, device))
+    return getattr(module, class_name)(config, backbone).to(device)
+
+
+def unwrap(model):
+    return model.module if hasattr(model, 'module') else model
+
+
+def to_device(x, device):
+    if isinstance(x, dict):
+        return {k: to_device(v, device) for k, v in x.items()}
+    return x.to(device, non_blocking=True) if torch.is_tensor(x) else x
+
+
+# -----------------------------------------------------------------------------
+# one step
+
+def collate_chunks(samples, collate, chunk_size):
+    """ A rank's B pairs -> [inputs of a chunk, ...], ids [B], names. Padding is per chunk. """
+    n = chunk_size or len(samples)
+    chunks = [collate(samples[i:i + n]) for i in range(0, len(samples), n)]
+    return chunks, torch.tensor([s.index for s in samples]), [s.id for s in samples]
+
+
+def global_loss(model, text, video, ids):
+    """ The loss of the global batch, the same on every rank, from this rank's Features. """
+    text = {k: losses.gather(v) for k, v in text.items()}    # [B, ...] -> [W*B, ...]
+    video = {k: losses.gather(v) for k, v in video.items()}  # [B, ...] -> [W*B, ...]
+    return model.loss(text, video, losses.gather_ids(ids))
+
+
+def plain_step(model, chunk, ids, autocast):
+    """ Gradients of the full-batch loss, the textbook way. -> loss, logs """
+    with autocast():
+        text, video = model(chunk)
+    loss, logs = global_loss(unwrap(model), text, video, ids)
+    loss.backward()
+    return loss.detach(), logs
+
+
+def cached_step(model, chunks, ids, autocast):
+    """
+    The same gradients, holding the activations of one chunk at a time (gradient cache).
+
+    Pass 1 encodes all chunks without a graph. The loss of the whole batch gives dL/d(feature) for
+    every item. Pass 2 encodes chunk after chunk once more, with the same dropout, and sends those
+    feature gradients through: by the chain rule their sum over chunks is dL/d(parameter). Exact,
+    for the price of one more forward.
+    """
+    bare, params = unwrap(model), [p for p in model.parameters() if p.requires_grad]
+    states, encoded = [], []
+    with torch.no_grad(), autocast():
+        for chunk in chunks:
+            states.append(rng_state(ids.device))
+            encoded.append(bare(chunk))
+    # leaves: detached features of this rank's B pairs, [B, ...] each
+    text, video = ({k: torch.cat([f[k] for f in side]).requires_grad_() for k in side[0]}
+                   for side in zip(*encoded))
+    leaves = [*text.values(), *video.values()]
+    loss, logs = global_loss(bare, text, video, ids)
+    # autograd.grad, not backward: DDP must see a parameter once, in the last chunk's backward.
+    # Parameters that the loss itself uses (a learned gamma, slot weights) get a gradient here, the
+    # encoders' get None
+    grads = torch.autograd.grad(loss, leaves + params, allow_unused=True)
+    direct = [(p, g) for p, g in zip(params, grads[len(leaves):]) if g is not None]
+    # (feature gradient or None) per key and side, cut as the chunks are
+    sizes = [len(next(iter(t.values()))) for t, _ in encoded]
+    cut = iter([g.split(sizes) if g is not None else None for g in grads[:len(leaves)]])
+    cut = [{k: next(cut) for k in side} for side in (text, video)]
+
+    for i, (chunk, state) in enumerate(zip(chunks, states)):
+        last = i == len(chunks) - 1
+        if model is not bare:
+            model.require_backward_grad_sync = last  # DDP reads it in forward: set before that
+        now = rng_state(ids.device)
+        set_rng_state(state, ids.device)
+        with autocast():
+            features = model(chunk)
+        set_rng_state(now, ids.device)
+        # the gradient of <feature, constant g> is g pulled back through the encoder
+        surrogate = sum((side[k] * g[k][i]).sum() for side, g in zip(features, cut)
+                        for k in side if g[k] is not None)
+        if last:
+            surrogate = surrogate + sum((p * g).sum() for p, g in direct)
+        surrogate.backward()
+    return loss.detach(), logs
+
+
+def rng_state(device):
+    cuda = torch.cuda.get_rng_state(device) if device.type == 'cuda' else None
+    return torch.get_rng_state(), cuda
+
+
+def set_rng_state(state, device):
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def check_finite(loss, norm, step, chunks, names, model):
+    """ FloatingPointError, on all ranks alike, at a loss or gradient that is not finite. """
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    bad, start = [], 0
+    unwrap(model).eval()
+    with torch.no_grad():
+        for chunk in chunks:  # which items are to blame? their own features tell
+            for side in unwrap(model)(chunk):
+                for v in side.values():
+                    rows = (~v.flatten(1).isfinite()).any(1).nonzero().flatten().tolist()
+                    bad += [names[start + r] for r in rows if names[start + r] not in bad]
+            start += len(v)
+    where = f"features are not finite for {bad[:8]}" if bad else f"the batch starts {names[:8]}"
+    raise FloatingPointError(
+        f"step {step}: loss {loss}, gradient norm {norm}; this step changed nothing and the last "
+        f"good checkpoint stands in latest/; {where}")
+
+
+# -----------------------------------------------------------------------------
+# schedule and optimizer
+
+def lr_at(step, per_epoch, cfg):
+    """ Linear warmup over warmup_epochs, then cosine to zero; the first step (0) already moves. """
+    total, warmup = cfg.epochs * per_epoch, cfg.warmup_epochs * per_epoch
+    if step < warmup:
+        return cfg.learning_rate * (step + 1) / max(warmup, 1)
+    done = (step - warmup) / max(total - warmup, 1)
+    return cfg.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def make_optimizer(model, cfg, device):
+    """ AdamW, without decay where the model says so. """
+    groups = [{'params': [], 'weight_decay': cfg.weight_decay}, {'params': [], 'weight_decay': 0.0}]
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            groups[model.no_decay(name)]['params'].append(p)
+    return torch.optim.AdamW([g for g in groups if g['params']], lr=cfg.learning_rate,
+                             betas=(cfg.beta1, cfg.beta2), fused=device.type == 'cuda')
+
+
+# -----------------------------------------------------------------------------
+# what can go wrong outside of the mathematics
+
+def check_settings(cfg, world):
+    """ Whatever can be known to be wrong before anything is loaded. -> is there a run to resume """
+    if cfg.batch_size % world:
+        raise ValueError(f"batch_size {cfg.batch_size} is the global batch, and {world} processes "
+                         "can't share it evenly")
+    if cfg.val_split == 'test' and not cfg.select_on_test:
+        raise ValueError("val_split is 'test': a checkpoint picked on the test split has "
+                         "optimistic numbers; use a validation split, or say --select_on_test=true")
+    if cfg.warmup_epochs > cfg.epochs > 0:
+        raise ValueError(f"warmup_epochs {cfg.warmup_epochs} is more than epochs {cfg.epochs}")
+    lowest = {'log_every': 1, 'eval_batch_size': 1, 'batch_size': 2}
+    for key in ('epochs', 'warmup_epochs', 'chunk_size', 'num_workers', 'save_every', 'max_steps',
+                'grad_clip', 'weight_decay', 'learning_rate', 'frame_size', *lowest):
+        if not lowest.get(key, 0) <= getattr(cfg, key) < math.inf:
+            raise ValueError(f"{key} is {getattr(cfg, key)}, the least is {lowest.get(key, 0)}")
+    pick({'t2v': METRICS, 'v2t': METRICS, 'SumR': 0}, cfg.select_metric)
+    started = os.path.lexists(os.path.join(cfg.out_dir, 'latest'))
+    if started and not cfg.resume:
+        raise FileExistsError(f"{cfg.out_dir} already holds a run; --resume goes on with it, "
+                              "or choose another --out_dir")
+    return started
+
+
+METRICS = dict.fromkeys(('R@1', 'R@5', 'R@10', 'RSum'), 0)  # those where more is better
+
+
+def pick(result, name):
+    """ 'SumR' or 't2v/R@1' out of an evaluation's result. """
+    for key in name.split('/'):
+        if not isinstance(result, dict) or key not in result:
+            raise ValueError(f"select_metric '{name}' is no metric; use SumR, t2v/R@1, ...")
+        result = result[key]
+    if isinstance(result, dict):
+        raise ValueError(f"select_metric '{name}' is several numbers; use for example {name}/R@1")
+    return result
+
+
+def catch_signals():
+    """ Ctrl-C and SIGTERM end the run after its step, with a checkpoint; a second one kills. """
+    stop = {'asked': False}
+
+    def handler(number, frame):
+        stop['asked'] = True
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+    return stop
+
+
+def any_rank(flag, device):
+    """ True on all ranks when true on one: ranks that leave at different steps hang each other. """
+    if not dist.is_initialized():
+        return flag
+    value = torch.tensor([float(flag)], device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return bool(value.item())
+
+
+def one_line_errors(run):
+    """ An error that says what, where and what to do needs no traceback; others keep theirs. """
+    try:
+        run()
+    except (ValueError, OSError, FloatingPointError) as e:
+        if os.environ.get('NANOTVR_TRACEBACK'):
+            raise
+        sys.exit(f"{os.path.basename(sys.argv[0])}: {e}  (NANOTVR_TRACEBACK=1 shows where)")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def timed(loader, clock):
+    """ The loader's batches; clock['wait'] sums up the seconds spent waiting for them. """
+    batches = iter(loader)
+    while True:
+        begun = time.time()
+        batch = next(batches, None)
+        clock['wait'] += time.time() - begun
+        if batch is None:
+            return
+        yield batch
+
+
+# -----------------------------------------------------------------------------
+# the run
+
+def main(cfg):
+    rank, world, device = init_distributed(cfg.device)
+    say = print if rank == 0 else (lambda *a: None)
+    started = check_settings(cfg, world)
+    if cfg.val_split == 'test':
+        say("warning: `best` is picked on the test split, so its test numbers are optimistic")
+
+    # ---- data
+    root = cfg.video_root or os.path.join(cfg.data, 'videos')
+    train_items, val_items = (
+        datalib.load_annotations(os.path.join(cfg.data, f'{split}.jsonl'), paragraph=cfg.paragraph)
+        for split in (cfg.train_split, cfg.val_split))
+    pairs = datalib.Pairs(train_items, root, cfg.num_frames, sampler=cfg.sampler,
+                          size=cfg.frame_size, frame_cache=cfg.frame_cache,
+                          on_bad_video=cfg.on_bad_video)
+    per_epoch = len(pairs) // cfg.batch_size  # the last, shorter batch is dropped
+    if per_epoch == 0:
+        raise ValueError(f"{cfg.data}/{cfg.train_split}.jsonl has {len(pairs)} pairs, too few for "
+                         f"one global batch of {cfg.batch_size}; lower batch_size")
+
+    # ---- model
+    autocast = autocast_of(cfg, device)
+    model = build_model(cfg, device)
+    optimizer = make_optimizer(model, cfg, device)
+    config_json = json.dumps(describe(cfg), indent=1)
+    step, best = load_checkpoint(cfg, model, optimizer, config_json) if started else (0, None)
+    say(config_json)
+    for split, items in ((cfg.train_split, train_items), (cfg.val_split, val_items)):
+        say(f"split {split}: {len(items)} videos, {sum(len(i.captions) for i in items)} captions")
+    say(f"{world} process(es), {device.type}, {torch_dtype(cfg, device)}; global batch "
+        f"{cfg.batch_size} pairs, {cfg.chunk_size or cfg.batch_size // world} per forward; "
+        f"{cfg.epochs} epochs of {per_epoch} steps")
+    say(model.summary())
+    if rank == 0:
+        os.makedirs(cfg.out_dir, exist_ok=True)
+        write_atomic(os.path.join(cfg.out_dir, 'config.json'), config_json)
+    log = Log(cfg, step if started else -1, quiet=rank != 0)
+    train_model = model
+    if world > 1:
+        train_model = torch.nn.parallel.DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == 'cuda' else None,
+            broadcast_buffers=False)
+
+    def save(validate):
+        nonlocal best
+        is_best = False
+        if validate:
+            import eval as evaluation  # the same code as `python eval.py`; it imports this file
+            result = evaluation.evaluate(model, val_items, cfg, cfg.val_split, device, autocast)
+            score = pick(result, cfg.select_metric)
+            is_best = best is None or score > best['score']
+            best = {'score': score, 'step': step} if is_best else best
+            log({'step': step, 'split': cfg.val_split, 'n_text': result['n_text'],
+                 'n_video': result['n_video'], 'T2V R@1': result['t2v']['R@1'],
+                 'V2T R@1': result['v2t']['R@1'], 'SumR': result['SumR'], 'best': is_best})
+        if rank == 0:
+            save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best)
+        if world > 1:
+            dist.barrier()
+
+    # ---- loop
+    total = cfg.epochs * per_epoch
+    last = min(total, cfg.max_steps or total)
+    if not started:
+        save(validate=total == 0)  # from here on there is always something to come back to
+    stop = catch_signals()
+    collate = partial(collate_chunks, collate=model.collate, chunk_size=cfg.chunk_size)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    bar = tqdm(total=last, initial=min(step, last), disable=rank != 0, desc='train', unit='step')
+    while step < last:
+        epoch, at = divmod(step, per_epoch)
+        batches = datalib.StepSampler(len(pairs), cfg.batch_size, cfg.seed, epoch, at, rank, world)
+        loader = datalib.make_loader(pairs, batches, collate, cfg.num_workers)
+        clock = {'start': time.time(), 'wait': 0.0, 'steps': 0}
+        for chunks, ids, names in timed(loader, clock):
+            chunks, ids = [to_device(chunk, device) for chunk in chunks], ids.to(device)
+            model.train()
+            # dropout is a function of (seed, step, rank): no state of it to restore on resuming
+            torch.manual_seed((cfg.seed * 1_000_003 + step) * 1009 + rank)
+            lr = lr_at(step, per_epoch, cfg)
+            for group in optimizer.param_groups:
+                group['lr'] = lr
+            if len(chunks) == 1:
+                loss, logs = plain_step(train_model, chunks[0], ids, autocast)
+            else:
+                loss, logs = cached_step(train_model, chunks, ids, autocast)
+            norm = torch.nn.utils.clip_grad_norm_(trained, cfg.grad_clip or math.inf)
+            check_finite(loss.item(), norm.item(), step, chunks, names, model)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+            clock['steps'] += 1
+            bar.update()
+            bar.set_postfix(loss=f'{loss.item():.3f}', refresh=False)
+            if step % cfg.log_every == 0 or step == last:
+                spent = time.time() - clock['start']
+                log({'step': step, 'epoch': round(step / per_epoch, 3), 'loss': loss.item(),
+                     **{k: float(v) for k, v in logs.items()}, 'lr': lr, 'grad_norm': norm.item(),
+                     's/step': spent / clock['steps'], 'waiting': clock['wait'] / spent})
+            epoch_end, stopped = step % per_epoch == 0, any_rank(stop['asked'], device)
+            if epoch_end or step == last or stopped or step % (cfg.save_every or total) == 0:
+                # a run cut short by max_steps in its first epoch has no `best` yet
+                save(validate=epoch_end or (step == last and best is None))
+            if stopped:
+                bar.close()
+                say(f"stopped by a signal; step {step} is saved, --resume goes on from there")
+                return
+            if step == last:
+                break
+    bar.close()
+    if pairs.clips.skipped():
+        say(f"skipped {len(pairs.clips.skipped())} unreadable videos: {pairs.clips.skipped()[:8]}")
+    say(f"done: {step} steps, best {cfg.select_metric} on {cfg.val_split} {best['score']:.2f} at "
+        f"step {best['step']}; next: python eval.py --ckpt {cfg.out_dir}")
+
+
+if __name__ == '__main__':
+    one_line_errors(lambda: main(cfg))

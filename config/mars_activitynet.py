@@ -1,0 +1,25 @@
+# MARS on ActivityNet Captions (val_1) with VideoChat-Flash-Qwen2-7B at 448 px: the paper's Table A2
+# paper: T2V R@1 75.7, V2T R@1 73.2 (Table 1, no DSL). ours: not run yet
+# the paper used 2x A100 40GB:
+# $ torchrun --standalone --nproc_per_node=2 train.py config/mars_activitynet.py
+
+out_dir = 'out/mars_activitynet'
+model = 'mars'
+backbone = 'OpenGVLab/VideoChat-Flash-Qwen2-7B_res448'
+data = 'data/activitynet'
+paragraph = True  # 3.7 captions per video, joined by blanks (App. A.1)
+num_frames = 16
+
+# effective batch 320 = 2 GPUs x 160 pairs, all of them in one loss; 160 / 8 = 20 chunks per GPU
+batch_size = 320
+chunk_size = 8
+epochs = 5
+warmup_epochs = 1
+learning_rate = 2e-4
+weight_decay = 0.05
+beta1, beta2 = 0.9, 0.95
+
+num_slots = 4  # M
+lambda_div = 0.1
+lambda_hn = 0.05
+delta = 0.04

@@ -12,7 +12,9 @@ are right they give the same pixels, bit for bit, upright. An image is a video o
 
 Not here on purpose: augmentation, normalisation and the backbone's own resize (its processor's).
 """
+import gc
 import hashlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -57,9 +59,9 @@ class BadVideo(ValueError):
 def load_annotations(path, paragraph=False):
     """paragraph=True: all captions of a video, in their order, become one text."""
     if not os.path.isfile(path):
-        folder = os.path.dirname(path) or "data/<name>"
-        raise FileNotFoundError(f"annotations {path} not found: make them with "
-                                f"`python {folder}/prepare.py`")
+        prepare = os.path.join(os.path.dirname(path), "prepare.py")
+        prepare = prepare if os.path.isfile(prepare) else "data/<name>/prepare.py"
+        raise FileNotFoundError(f"annotations {path} not found: make them with `python {prepare}`")
     items, seen = [], {}
     with open(path, "rb") as f:  # bytes: only \n ends a line, U+2028 inside a caption does not
         for n, line in enumerate(f, 1):
@@ -83,7 +85,10 @@ def load_annotations(path, paragraph=False):
 
 
 def parse_item(line):
-    row = json.loads(line)
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"no valid JSON: {e.msg} at column {e.colno}") from None
     if not isinstance(row, dict):
         raise ValueError(f'expected an object {{"id", "video", "captions"}}, found a '
                          f"{type(row).__name__}; data/<name>/prepare.py writes the right format")
@@ -101,7 +106,7 @@ def parse_item(line):
 
 
 def visible(text):
-    # letters, digits, punctuation, symbols; not spaces (Z), controls and joiners (C), bare marks (M)
+    # a letter, digit or symbol; not spaces (Z), controls and joiners (C), bare accents (M) alone
     return any(unicodedata.category(c)[0] not in "ZCM" for c in text)
 
 
@@ -120,7 +125,7 @@ def uniform(n, T):
 
 
 def linspace(n, T):
-    """BLiM's: np.linspace(0, n - 2, T) cut to integers, from the first frame to the last but one."""
+    """BLiM's: np.linspace(0, n - 2, T) cut to integers: from the first frame to the one before last."""
     return np.linspace(0, max(n - 2, 0), T, dtype=int)
 
 
@@ -148,6 +153,9 @@ def decode(path, num_frames, sampler="uniform", reader="auto", size=0):
         raise ValueError(f"sampler {sampler!r} is not one of {', '.join(SAMPLERS)}")
     if reader not in ("auto", "decord", "pyav"):
         raise ValueError(f"reader {reader!r} is not one of auto, decord, pyav")
+    module = "decord" if reader == "decord" else "av"
+    if importlib.util.find_spec(module) is None:
+        raise ImportError(f"reader={reader} needs {module}: pip install {module}")
     pick, head = SAMPLERS[sampler], None
     try:
         if not os.path.isfile(path):
@@ -184,10 +192,16 @@ class Head:
     closed: bool = True   # nothing between two keyframes is shown before the first of them
     end: float = 0.0      # time stamp of the last packet, seconds
     duration: float = 0.0
-    first: object = None  # first decoded frame
+    pixels: str = ""      # layout, width, height, interlacing of the first decoded frame
+    width: int = 0
+    height: int = 0
+    interlaced: bool = False
+    mirrored: bool = False  # upright = flipped top to bottom if mirrored, then turned
+    turns: int = 0        # by so many quarters, counter-clockwise
+    only: object = None   # the frame [H, W, 3] itself, if it is the only one (an image)
 
     def partial(self, decoded=None, errors=0):
-        """None if all is there, else what is missing. An avi header may count one frame too many."""
+        """None if all is there, else what is missing. Other headers than mp4's may be off by 1."""
         n = self.packets if decoded is None else decoded
         if errors or self.damaged or n < self.promised - ("mp4" not in self.format):
             return f"{n} of {max(self.promised, self.packets)} frames decode"
@@ -234,30 +248,50 @@ def scan(path):
     import av
     with av.open(path, metadata_errors="ignore") as c:
         s = video_stream(c)
-        head = Head(s.codec_context.name, c.format.name, duration=(c.duration or 0) / 1e6)
+        head, first = Head(s.codec_context.name, c.format.name), None
         shown, keys = [], []
         for p in packets(c, s):
             if p is None or p.is_corrupt:
                 head.damaged += 1
-            if p is None:
-                break
-            if head.first is None:
-                head.first = next(iter(frames_of(p) or []), None)
-            if not p.size:
-                continue
-            head.hidden += p.is_discard
-            if not p.is_discard:
-                keys.append(p.is_keyframe)
-                shown.append(p.pts)
-        head.packets = len(shown)
-        head.promised = max(s.frames - head.hidden, 0)
-        times = [t for t in shown if t is not None]
-        head.end = float(max(times, default=0) * s.time_base)
-        # a keyframe's place in the file must be its place on screen, or decord counts wrongly
-        ranks = {t: i for i, t in enumerate(sorted(set(times)))}
-        head.closed = (len(ranks) == len(shown) > 0 and keys[0]
-                       and all(ranks[t] == i for i, t in enumerate(shown) if keys[i]))
+            if first is None and p is not None:
+                first = next(iter(frames_of(p) or []), None)
+            if p is not None and p.size:
+                head.hidden += p.is_discard
+                if not p.is_discard:
+                    keys.append(p.is_keyframe)
+                    shown.append(p.pts)
+        head.packets, head.promised = len(shown), max(s.frames - head.hidden, 0)
+        head.closed = closed_gops(shown, keys)
+        head.end = float(max((t for t in shown if t is not None), default=0) * s.time_base)
+        head.duration = (c.duration or 0) / av.time_base
+    if first is not None:
+        head.pixels, head.interlaced = first.format.name, first.interlaced_frame
+        head.width, head.height = first.width, first.height
+        head.turns, head.mirrored = orientation(first)
+        if head.packets == 1 and not head.damaged:
+            head.only = to_rgb(first, head)
+        del first
+        gc.collect(1)  # a frame asked for its side data is in a reference cycle: megabytes each
     return head
+
+
+def closed_gops(shown, keys):
+    """Every keyframe has the same place in the file (shown: time stamps in that order) as on
+    screen, so decoding can start there without showing frames that belong to the part before."""
+    if None in shown or len(set(shown)) < len(shown) or not keys or not keys[0]:
+        return False
+    place = {t: i for i, t in enumerate(sorted(shown))}
+    return all(place[t] == i for i, t in enumerate(shown) if keys[i])
+
+
+def orientation(frame):
+    """-> (turns, mirrored) as in Head, from the display matrix"""
+    try:
+        m = np.frombuffer(frame.side_data["DISPLAYMATRIX"], np.int32).astype(float)
+        mirrored = m[0] * m[4] < m[1] * m[3]
+    except (KeyError, ValueError):  # none; or a kind that PyAV has no name for (a photo's EXIF)
+        mirrored = False
+    return round(frame.rotation / 90) % 4, bool(mirrored)
 
 
 def decord_is_right(head):
@@ -266,14 +300,13 @@ def decord_is_right(head):
     wrong: open GOPs and field-coded video (other frames than asked), edit lists (counts hidden
     frames), more than 8 bits or odd sizes (wrong colours), mirrored video, AV1 (fails).
     """
-    f = head.first
-    return (f is not None and head.codec in ("h264", "hevc", "vp9")
+    return (head.codec in ("h264", "hevc", "vp9")
             and head.format.startswith(("mov,", "matroska,"))
             and head.closed and not head.hidden and not head.damaged
             and head.promised in (0, head.packets)
-            and f.format.name in ("yuv420p", "yuvj420p") and not f.interlaced_frame
-            and f.width % 2 == 0 and f.height % 2 == 0 and not orientation(f)[1]
-            and f.width * f.height <= 4096 * 2304)  # above that decord holds a gigabyte
+            and head.pixels in ("yuv420p", "yuvj420p") and not head.interlaced
+            and head.width % 2 == 0 and head.height % 2 == 0 and not head.mirrored
+            and head.width * head.height <= 4096 * 2304)  # above that decord holds a gigabyte
 
 
 def decode_decord(path, T, pick, size, expected=None):
@@ -293,42 +326,36 @@ def decode_decord(path, T, pick, size, expected=None):
 
 
 def decode_pyav(path, T, pick, size, head):
-    """Decodes to the end, so that indices count what really decodes; again if that was not known."""
+    if head.only is not None:
+        return np.stack([resize(head.only, size)] * T), head.partial()
+    n = max(head.packets, 1)
+    frames, decoded, errors = pyav_frames(path, set(pick(n, T).tolist()), size, head)
+    if decoded == 0:
+        raise ValueError("no frame decodes")
+    if decoded != n:  # sample again inside the range that does decode
+        frames, n, errors = pyav_frames(path, set(pick(decoded, T).tolist()), size, head)
+    return np.stack([frames[i] for i in pick(n, T).tolist()]), head.partial(n, errors)
+
+
+def pyav_frames(path, wanted, size, head):
+    """-> ({index: frame}, how many decode, how many packets do not); always reads to the end."""
     import av
-    if head.packets == 1 and head.first is not None and not head.damaged:  # an image
-        return np.stack([resize(to_rgb(head.first), size)] * T), head.partial()
-    n, known = max(head.packets, 1), -1
-    while n != known:
-        index, frames = pick(n, T), {}
-        wanted, known, n, errors, shape = set(index.tolist()), n, 0, 0, None
-        with av.open(path, metadata_errors="ignore") as c:
-            for p in packets(c, video_stream(c)):
-                got = None if p is None else frames_of(p)
-                errors += got is None
-                for f in got or []:
-                    if n in wanted:
-                        frames[n] = resize(to_rgb(f), size, shape)
-                        shape = frames[n].shape[:2]  # a stream may change its size on the way
-                    n += 1
-        if n == 0:
-            raise ValueError("no frame decodes")
-    return np.stack([frames[i] for i in index.tolist()]), head.partial(n, errors)
+    frames, n, errors, shape = {}, 0, 0, None
+    with av.open(path, metadata_errors="ignore") as c:
+        for p in packets(c, video_stream(c)):
+            got = None if p is None else frames_of(p)
+            errors += got is None
+            for f in got or []:
+                if n in wanted:
+                    frames[n] = resize(to_rgb(f, head), size, shape)
+                    shape = frames[n].shape[:2]  # a stream may change its size on the way
+                n += 1
+    return frames, n, errors
 
 
-def orientation(frame):
-    """-> (quarter turns counter-clockwise, then whether to mirror left-right)"""
-    try:
-        m = np.frombuffer(frame.side_data["DISPLAYMATRIX"], np.int32)
-        mirrored = int(m[0]) * int(m[4]) - int(m[1]) * int(m[3]) < 0
-    except (KeyError, ValueError):  # none; or a kind PyAV has no name for (a photo's EXIF)
-        mirrored = False
-    return round(frame.rotation / 90) % 4, mirrored
-
-
-def to_rgb(frame):
-    turns, mirrored = orientation(frame)
-    rgb = np.rot90(frame.to_ndarray(format="rgb24"), turns)  # [H, W, 3]
-    return rgb[:, ::-1] if mirrored else rgb
+def to_rgb(frame, head):
+    rgb = frame.to_ndarray(format="rgb24")  # [H, W, 3]
+    return np.rot90(rgb[::-1] if head.mirrored else rgb, head.turns)
 
 
 def resize(frame, size, shape=None):

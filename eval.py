@@ -1,0 +1,437 @@
+"""
+A checkpoint -> features -> similarity -> tables. All metrics of the repo are defined here, once.
+
+    $ python eval.py --ckpt out/demo_mars                        # best checkpoint on the test split
+    $ torchrun --nproc_per_node=2 eval.py --ckpt out/demo_mars   # the same bits, twice as fast
+    $ python eval.py --compare out/demo_mars,out/demo_baseline   # one table from their metrics.json
+
+    videos, captions --model.encode_*--> Features --model.similarity--> S [Nt, Nv] --> ranks
+
+S[i, j] is text i against video j, always text first. T2V: every caption is a query, the videos are
+the gallery. V2T: every video is a query. A tie costs half a rank, whatever the order.
+"""
+ckpt = ""              # run folder (out/demo_mars), or one step folder inside it
+which = "best"         # checkpoint of the run: best (by the validation split) or latest
+split = "test"         # <data>/<split>.jsonl
+v2t = "best"           # V2T with several captions per video: best (own caption that ranks highest
+                       # among all captions) or group (captions max-pooled per video)
+dsl = False            # also report dual softmax scores; they see the whole set of queries at once
+# of softmax(S / temperature) in DSL. The papers state none. At 1 the softmax over cosines is so
+# flat that DSL does nothing; 0.02 = 1 / gamma is the temperature MARS is trained with
+dsl_temperature = 0.02
+per_slot = False       # also T2V of every slot alone (MARS, Fig. 3)
+json = ""              # also write the result to this file (<run>/metrics.json is always written)
+compare = ""           # comma-separated run folders: one table from their metrics.json, nothing run
+device = "auto"        # cuda, cpu; auto: a GPU if there is one
+# what follows is as in training unless it is given
+data: str | None = None            # folder of the annotations; alone it moves video_root with it
+video_root: str | None = None      # folder of the videos; "": <data>/videos
+eval_batch_size: int | None = None # items per forward pass of a process
+num_workers: int | None = None     # loader processes
+frame_cache: str | None = None     # folder for decoded frames
+on_bad_video: str | None = None    # an unreadable video: raise, or skip it and its captions
+num_frames: int | None = None      # frames per video; prints a warning when it differs
+text_prompt: str | None = None     # the same
+video_prompt: str | None = None    # the same
+# end of settings
+import sys
+if __name__ == "__main__":         # before torch is imported, so that --help is instant
+    from configurator import configure
+    args = configure(__file__)
+
+import json as jsonlib
+import os
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from checkpoint import write_atomic
+from data import Texts, Videos, load_annotations, make_loader
+
+PROTOCOLS = ("best", "group")      # of V2T, see the setting v2t
+METRICS = ("R@1", "R@5", "R@10", "MdR", "MnR", "RSum")
+TILE = 512                         # texts x videos scored at once
+
+
+# -----------------------------------------------------------------------------
+# metrics
+
+def ranks(sim, target):
+    """
+    Rank of each query's target: 1 + #(strictly higher) + #(equal others) / 2. -> float64 [Nq]
+
+    sim     [Nq, Ng] scores of the gallery for each query
+    target  [Nq] index of the right candidate, or several: lists of indices or a bool mask [Nq, Ng].
+            Of several the best ranked counts, and the other right ones are not in its way.
+    """
+    sim = torch.as_tensor(sim)
+    sim = sim if sim.dtype == torch.float64 else sim.float()       # bf16 would make ties of its own
+    check_finite(sim)
+    own = target_mask(target, sim.shape)                           # [Nq, Ng]
+    best = sim.masked_fill(~own, float("-inf")).amax(1, keepdim=True)
+    higher = ((sim > best) & ~own).sum(1)
+    equal = ((sim == best) & ~own).sum(1)
+    return 1 + higher.double() + equal.double() / 2
+
+
+def target_mask(target, shape):
+    if torch.is_tensor(target) and target.dtype == torch.bool:
+        own = target
+    else:
+        own = torch.zeros(shape, dtype=torch.bool)
+        for i, t in enumerate(target):
+            t = torch.as_tensor(t)
+            if i < shape[0] and t.numel() and 0 <= t.min() and t.max() < shape[1]:
+                own[i, t] = True
+        if len(target) != shape[0]:
+            raise ValueError(f"ranks: {len(target)} targets for {shape[0]} queries")
+    if own.shape != torch.Size(shape) or not own.any(1).all():
+        raise ValueError(f"ranks: scores are {tuple(shape)}, so every query needs a target in "
+                         f"0..{shape[1] - 1}; query {int(own.any(1).int().argmin())} has none")
+    return own
+
+
+def check_finite(S, text_ids=None, video_ids=None):
+    """A score that is NaN or infinite sorts anywhere: stop, and name the pairs."""
+    bad = (~torch.isfinite(S)).nonzero()
+    if len(bad) == 0:
+        return
+    name = lambda ids, i: ids[i] if ids is not None else i         # noqa: E731
+    first = ", ".join(f"({name(text_ids, i)}, {name(video_ids, j)})" for i, j in bad[:3].tolist())
+    raise ValueError(f"{len(bad)} of {S.numel()} similarities are not finite, first (row, column): "
+                     f"{first}; look for NaN in the checkpoint or in these items' input")
+
+
+def metrics(r):
+    """Recalls in percent, median (mean of the middle two) and mean of 1-based ranks."""
+    r = torch.as_tensor(r, dtype=torch.float64).sort().values
+    out = {f"R@{k}": 100 * (r <= k).double().mean().item() for k in (1, 5, 10)}
+    out["MdR"] = (r[(len(r) - 1) // 2] + r[len(r) // 2]).item() / 2
+    out["MnR"] = r.mean().item()
+    out["RSum"] = out["R@1"] + out["R@5"] + out["R@10"]
+    return out
+
+
+def both_directions(S_t2v, S_v2t, owner, protocol):
+    """Metrics from scores [Nt, Nv]; owner[i] is the video of text i."""
+    owner = torch.as_tensor(owner)
+    own = owner[:, None] == torch.arange(S_t2v.shape[1])           # [Nt, Nv]
+    if own.shape != S_t2v.shape or S_t2v.shape != S_v2t.shape:
+        raise ValueError(f"scores must be texts x videos, {tuple(own.shape)}, "
+                         f"not {tuple(S_t2v.shape)} and {tuple(S_v2t.shape)}")
+    t2v = metrics(ranks(S_t2v, owner))
+    if protocol == "best":
+        v2t = metrics(ranks(S_v2t.T, own.T))
+    else:                                  # group: G[i, j]: best caption of video i against video j
+        index = owner[:, None].expand_as(S_v2t)
+        G = torch.full((own.shape[1],) * 2, float("-inf"), dtype=S_v2t.dtype)
+        G = G.scatter_reduce(0, index, S_v2t, "amax")              # [Nv, Nv]
+        v2t = metrics(ranks(G.T, torch.arange(len(G))))
+    return {"t2v": t2v, "v2t": v2t, "SumR": t2v["RSum"] + v2t["RSum"]}
+
+
+def dual_softmax(S, temperature):
+    """
+    DSL scores for T2V and V2T, both [Nt, Nv]: S x softmax of S / temperature over the *queries*.
+
+    fp64, because a candidate nobody asks for gets weights that underflow to ties in fp32.
+    """
+    S = S.double()
+    return S * (S / temperature).softmax(0), S * (S / temperature).softmax(1)
+
+
+# -----------------------------------------------------------------------------
+# features and scores
+
+class Collate:
+    """Samples -> (positions of those that could be read, model inputs). For loader workers."""
+
+    def __init__(self, model):
+        self.collate = model.collate
+
+    def __call__(self, samples):
+        kept = [i for i, s in enumerate(samples) if s.error is None]
+        return kept, self.collate([samples[i] for i in kept]) if kept else None
+
+
+@torch.no_grad()
+def encode(model, side, dataset, order, batch_size, num_workers=0, device="cpu",
+           autocast=nullcontext):
+    """
+    Features [n, ...] of the samples in `order` (side: text or video), sorted by index; the indices
+    of those that could be read; and of those whose text was cut to the context limit.
+
+    Ranks take the batches in turn. A batch is the same however many they are, and so is every bit.
+    """
+    rank, n_rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    order = list(order)
+    mine = [order[i:i + batch_size] for i in range(0, len(order), batch_size)][rank::n_rank]
+    loader = make_loader(dataset, mine, Collate(model), num_workers)
+    indices, cut, parts = [], [], []
+    bar = tqdm(loader, desc=f"encode {side}", leave=False, disable=rank > 0)
+    for batch, (kept, inputs) in zip(mine, bar):
+        if not kept:
+            continue
+        inputs = {k: v.to(device, non_blocking=True) for k, v in inputs[side].items()}
+        with autocast():
+            features = getattr(model, f"encode_{side}")(inputs)
+        parts.append({k: (v.float() if v.is_floating_point() else v).cpu()
+                      for k, v in features.items()})
+        batch = [batch[i] for i in kept]
+        indices += batch
+        cut += [i for i, c in zip(batch, inputs["cut"].tolist() if "cut" in inputs else []) if c]
+    if n_rank > 1:
+        boxes = [None] * n_rank
+        dist.all_gather_object(boxes, (indices, cut, parts))
+        indices, cut, parts = (sum(lists, []) for lists in zip(*boxes))
+    if not parts:
+        raise ValueError(f"not one {side} of {len(order)} could be read")
+    where = torch.tensor(indices).argsort()
+    return {k: torch.cat([p[k] for p in parts])[where] for k in parts[0]}, sorted(indices), cut
+
+
+@torch.no_grad()
+def similarity(score, text, video, tile=TILE, device="cpu"):
+    """
+    score (model.similarity or slot_similarity) in tiles over both axes -> fp32 [..., Nt, Nv].
+
+    Matrix products treat the odd rows at an edge differently in the last bit. So tiles are filled up
+    to a multiple of 64 by repeating an item, and the tile's size changes no bit and breaks no tie.
+    """
+    def tiles(features):
+        n = len(next(iter(features.values())))
+        for start in range(0, n, tile):
+            size = min(tile, n - start)
+            index = start + torch.arange(-(-size // 64) * 64).clamp(max=size - 1)
+            yield {k: v[index].to(device) for k, v in features.items()}, size
+
+    return torch.cat([torch.cat([score(t, v)[..., :nt, :nv].float().cpu()
+                                 for v, nv in tiles(video)], -1) for t, nt in tiles(text)], -2)
+
+
+def slots_alone(S_m, owner):
+    """MARS Fig. 3: T2V of each slot by itself, and the queries that only one slot gets right."""
+    r = torch.stack([ranks(S, owner) for S in S_m])                # [M, Nt]
+    first = r <= 1
+    alone = first & (first.sum(0) == 1)                            # [M, Nt]
+    return {"t2v": [metrics(x) for x in r], "exclusive": alone.sum(1).tolist(),
+            "exclusive_total": int(alone.sum())}
+
+
+def encode_split(model, items, cfg, **how):
+    """
+    Features of a split: (text, row, owner, video, kept, number of captions that were cut).
+
+    row [Nt]     row of `text` of each caption. Captions that are the same word for word are encoded
+                 once, so that their scores are equal to the last bit and count as the ties they are
+    owner [Nt]   index in `video` of each caption's video
+    kept [Nv]    index in items of each video; one that is skipped leaves with its captions
+    """
+    root = cfg.video_root or os.path.join(cfg.data, "videos")
+    videos = Videos(items, root, cfg.num_frames, sampler=cfg.sampler, size=cfg.frame_size,
+                    frame_cache=cfg.frame_cache, on_bad_video=cfg.on_bad_video)
+    how |= dict(batch_size=cfg.eval_batch_size, num_workers=cfg.num_workers)
+    video, kept, _ = encode(model, "video", videos, range(len(items)), **how)
+    texts, place = Texts(items), {v: n for n, v in enumerate(kept)}
+    ours = [i for i, v in enumerate(texts.owner) if v in place]
+    first = {}                                        # caption -> its first index
+    for i in ours:
+        first.setdefault(texts.captions[i].strip(), i)
+    # batches of captions of about the same length waste little on padding
+    order = sorted(first.values(), key=lambda i: (len(texts.captions[i]), i))
+    text, read, cut = encode(model, "text", texts, order, **how)
+    rows = {i: n for n, i in enumerate(read)}
+    source = [first[texts.captions[i].strip()] for i in ours]
+    owner = torch.tensor([place[texts.owner[i]] for i in ours])
+    row = torch.tensor([rows[i] for i in source])
+    return text, row, owner, video, kept, sum(i in set(cut) for i in source)
+
+
+def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="best", dsl=None,
+             per_slot=False):
+    """
+    The result of one split as it stands in metrics.json, on every rank alike. dsl: temperature.
+
+    cfg: data, video_root, num_frames, sampler, frame_size, frame_cache, on_bad_video, num_workers,
+    eval_batch_size, and what the model calls its prompts.
+    """
+    if v2t not in PROTOCOLS:
+        raise ValueError(f"v2t must be one of {', '.join(PROTOCOLS)}, not {v2t!r}")
+    if dsl is not None and not 0 < dsl < float("inf"):
+        raise ValueError(f"dsl_temperature must be above 0, not {dsl}")
+    if per_slot and not hasattr(model, "slot_similarity"):
+        raise ValueError(f"per_slot: {type(model).__name__} has no slots")
+    was_training = model.training
+    model.eval()
+    text, row, owner, video, kept, n_cut = encode_split(model, items, cfg, device=device,
+                                                        autocast=autocast)
+    model.train(was_training)
+    S = similarity(model.similarity, text, video, device=device)[row]                  # [Nt, Nv]
+    check_finite(S, [f"a caption of {items[kept[v]].id}" for v in owner],
+                 [items[v].id for v in kept])
+    result = both_directions(S, S, owner, v2t)
+    result |= {"n_text": len(row), "n_video": len(kept), "split": split, "v2t_protocol": v2t,
+               "dsl": False, "num_frames": cfg.num_frames,
+               "prompt": {k: p for k, p in sorted(vars(cfg).items()) if k.endswith("prompt")},
+               "duplicate_captions": len(row) - len(text[next(iter(text))]),
+               "cut_captions": n_cut, "skipped_videos": len(items) - len(kept)}
+    if dsl is not None:
+        result["dsl"] = {"temperature": dsl}
+        result["dsl_rows"] = both_directions(*dual_softmax(S, dsl), owner, v2t)
+    if per_slot:
+        S_m = similarity(model.slot_similarity, text, video, device=device)[:, row]    # [M, Nt, Nv]
+        result["per_slot"] = slots_alone(S_m, owner)
+    return result
+
+
+# -----------------------------------------------------------------------------
+# tables
+
+def line(label, m):
+    return f"{label:<52}" + "".join(f"{m[k]:8.2f}" for k in METRICS)
+
+
+def table(r):
+    """What was measured on what, in full; then one line per direction."""
+    n_text, n_video = r["n_text"], r["n_video"]
+    gallery = f"{n_text} captions" if r["v2t_protocol"] == "best" else f"{n_video} caption groups"
+    t2v = f"text -> video (T2V), {n_text} queries, {n_video} videos"
+    v2t = f"video -> text (V2T), {n_video} queries, {gallery}"
+    out = [f"split {r['split']}: {n_video} videos ({r['skipped_videos']} skipped), {n_text} "
+           f"captions ({r['duplicate_captions']} repeat an earlier one, {r['cut_captions']} cut)",
+           f"{r['num_frames']} frames, V2T protocol {r['v2t_protocol']}, no DSL",
+           " " * 52 + "".join(f"{k:>8}" for k in METRICS),
+           line(t2v, r["t2v"]), line(v2t, r["v2t"]), f"SumR {r['SumR']:.2f}"]
+    if r["dsl"]:
+        d = r["dsl_rows"]
+        out += [line(t2v.replace("T2V", "T2V+DSL"), d["t2v"]),
+                line(v2t.replace("V2T", "V2T+DSL"), d["v2t"]),
+                f"SumR {d['SumR']:.2f}, DSL at temperature {r['dsl']['temperature']} over all "
+                "queries of the split"]
+    if "per_slot" in r:
+        p = r["per_slot"]
+        out += [line(f"slot {m + 1} alone (T2V), only it ranks first: {p['exclusive'][m]}", x)
+                for m, x in enumerate(p["t2v"])]
+        out += [f"rank 1 in exactly one slot: {p['exclusive_total']} of {n_text} queries"]
+    return "\n".join(out)
+
+
+def compare_runs(folders, split, dsl=False):
+    """One line per run from their metrics.json; refused when galleries or protocols differ."""
+    rows = []
+    for folder in folders:
+        file = Path(folder, "metrics.json")
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} not found: run `python eval.py --ckpt {folder}` first")
+        results = read_json(file)
+        if split not in results or (dsl and not results[split]["dsl"]):
+            raise ValueError(f"{file} has no results on {split!r}{' with DSL' if dsl else ''}: run "
+                             f"`python eval.py --ckpt {folder} --split {split}"
+                             f"{' --dsl' if dsl else ''}` first")
+        rows.append(results[split])
+    a = rows[0]
+    for folder, r in zip(folders, rows):
+        for key in ["n_text", "n_video", "v2t_protocol"] + ["dsl"] * dsl + ["num_frames", "prompt"]:
+            if r[key] != a[key]:
+                text = f"{key} is {a[key]!r} in {folders[0]} and {r[key]!r} in {folder}"
+                if key not in ("num_frames", "prompt"):
+                    raise ValueError(f"these runs cannot be compared on {split}: {text}")
+                print(f"warning: {text}", file=sys.stderr)
+    names = [Path(f).name for f in folders]
+    names = names if len(set(names)) == len(names) else folders
+    width = max(map(len, names)) + 2
+    out = [f"split {split}: {a['n_video']} videos, {a['n_text']} captions, V2T protocol "
+           f"{a['v2t_protocol']}, " + (f"DSL at temperature {a['dsl']['temperature']}" if dsl
+                                       else "no DSL"),
+           " " * width + f"{'text -> video (T2V)':^24}  {'video -> text (V2T)':^24}",
+           " " * width + f"{'R@1':>8}{'R@5':>8}{'R@10':>8}  " * 2 + f"{'SumR':>8}{'trainable':>12}"]
+    for name, r in zip(names, rows):
+        m = r["dsl_rows"] if dsl else r
+        out.append(f"{name:<{width}}")
+        for direction in (m["t2v"], m["v2t"]):
+            out[-1] += "".join(f"{direction[k]:8.2f}" for k in METRICS[:3]) + "  "
+        out[-1] += f"{m['SumR']:8.2f}{r.get('trainable', '?'):>12}"
+    return "\n".join(out)
+
+
+# -----------------------------------------------------------------------------
+# the script
+
+def load_settings(args, say=print):
+    """The run's settings with the command line's over them, and the checkpoint's folder."""
+    run = Path(args.ckpt)
+    if args.which not in ("best", "latest"):
+        raise ValueError(f"which must be best or latest, not {args.which!r}")
+    if not args.ckpt or not run.is_dir():
+        found = sorted(str(p.parent.parent) for p in Path("out").glob("*/latest/config.json"))
+        raise FileNotFoundError(f"--ckpt {args.ckpt!r} is no run folder; there are: "
+                                f"{', '.join(found) or 'none yet, run train.py first'}")
+    step = run if (run / "model.safetensors").is_file() else run / args.which
+    for name in ("config.json", "model.safetensors"):
+        if not (step / name).is_file():
+            raise FileNotFoundError(f"{step / name} not found: {run} holds no finished "
+                                    f"{args.which!r} checkpoint, train it or give another --which")
+    settings = read_json(step / "config.json")["settings"]
+    if args.data is not None and args.video_root is None:
+        settings["video_root"] = ""
+    for key in ("data", "video_root", "eval_batch_size", "num_workers", "frame_cache",
+                "on_bad_video", "num_frames", "text_prompt", "video_prompt"):
+        value = getattr(args, key)
+        if value is None or value == settings.get(key):
+            continue
+        if key in ("num_frames", "text_prompt", "video_prompt"):
+            say(f"warning: {key} is {value!r} here and {settings.get(key)!r} in training; the "
+                "result is not the run's")
+        settings[key] = value
+    return SimpleNamespace(**settings), step
+
+
+def read_json(path):
+    try:
+        return jsonlib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path} is no JSON file ({e}); delete it or restore it") from None
+
+
+def save_result(path, result, split=None):
+    """Write a result; with `split`, into a file that holds one per split."""
+    if split:
+        result = {**(read_json(path) if path.is_file() else {}), split: result}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, jsonlib.dumps(result, indent=1) + "\n")
+
+
+def main(args):
+    import train                             # knows the models and the devices
+    from safetensors.torch import load_file
+    rank, _, device = train.init_distributed(args.device)
+    say = print if rank == 0 else lambda *_: None
+    cfg, step = load_settings(args, say)
+    items = load_annotations(os.path.join(cfg.data, f"{args.split}.jsonl"), cfg.paragraph)
+    model = train.build_model(cfg, device)
+    model.load_trainable(load_file(str(step / "model.safetensors")))
+    autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16,
+                       enabled=train.torch_dtype(cfg, device) == torch.bfloat16)
+    say(f"{step.resolve().name} of {args.ckpt}, {cfg.model}, on {device}")
+    result = evaluate(model, items, cfg, args.split, device, autocast, args.v2t,
+                      args.dsl_temperature if args.dsl else None, args.per_slot)
+    result["checkpoint"] = step.resolve().name
+    result["trainable"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    say(table(result))
+    if rank == 0:
+        save_result(Path(args.ckpt, "metrics.json"), result, args.split)
+        if args.json:
+            save_result(Path(args.json), result)
+
+
+if __name__ == "__main__":
+    from train import one_line_errors
+    if args.compare:
+        one_line_errors(lambda: print(compare_runs(args.compare.split(","), args.split, args.dsl)))
+    else:
+        one_line_errors(lambda: main(args))

@@ -134,6 +134,9 @@ def load(path, max_pixels=0, dtype=None, attn='sdpa'):
     """
     if dtype is None:
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    if not path:
+        raise FileNotFoundError("backbone is empty; set it to a folder as save_pretrained writes "
+                                "it, or to a hub id")
     try:
         config, _ = transformers.PretrainedConfig.get_config_dict(path)
     except OSError as e:
@@ -141,8 +144,10 @@ def load(path, max_pixels=0, dtype=None, attn='sdpa'):
             f"backbone {path!r}: no such folder, and it can't be fetched from the hub "
             f"({str(e).splitlines()[0]}); give a folder as save_pretrained writes it, or a "
             "hub id while online") from None
-    if not config and not os.path.isdir(path):
-        raise FileNotFoundError(f"backbone {path!r}: no such folder")
+    if not config:
+        what = "the folder holds no config.json" if os.path.isdir(path) else "no such folder"
+        raise FileNotFoundError(f"backbone {path!r}: {what}; give a folder as save_pretrained "
+                                "writes it, or a hub id")
     family = config.get('model_type')
     if family not in FAMILIES:
         raise ValueError(f"backbone {path!r} is of family {family!r}, which is not supported yet; "

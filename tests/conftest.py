@@ -1,5 +1,6 @@
 """
-What several test files need: the repo's root on the path, and tiny random checkpoints of the real classes.
+What several test files need: the repo's root on the path, tiny random checkpoints of the real
+classes, a data folder of tiny clips.
 """
 import json
 import sys
@@ -65,3 +66,36 @@ def make_qwen2vl(folder, layers=3, hidden=32, seed=0, **text):
 @pytest.fixture(scope='session')
 def tiny_qwen2vl(tmp_path_factory):
     return make_qwen2vl(tmp_path_factory.mktemp('tiny-qwen2-vl'))
+
+
+def make_clips(folder, seed=0, **counts):
+    """ A data folder: <split>.jsonl and H.264 clips of 8 frames 32x32, one caption per clip. """
+    import av
+    import numpy as np
+    rng = np.random.default_rng(seed)
+    (folder / 'videos').mkdir()
+    for split, n in counts.items():
+        rows = []
+        for i in range(n):
+            color, way = ('red', 'green', 'blue')[i % 3], ('left', 'right', 'up', 'down')[i % 4]
+            with av.open(folder / 'videos' / f'{split}{i}.mp4', 'w') as f:
+                stream = f.add_stream('libx264', rate=8)
+                stream.width, stream.height, stream.pix_fmt = 32, 32, 'yuv420p'
+                for t in range(8):
+                    frame = rng.integers(0, 40, (32, 32, 3), dtype=np.uint8)
+                    y, x = {'left': (12, 22 - 2 * t), 'right': (12, 2 + 2 * t),
+                            'up': (22 - 2 * t, 12), 'down': (2 + 2 * t, 12)}[way]
+                    frame[y:y + 8, x:x + 8, ('red', 'green', 'blue').index(color)] = 250
+                    f.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format='rgb24')))
+                f.mux(stream.encode())
+            then = ' then it grows' * (i % 2)  # two lengths, so that batches have padding
+            rows.append(dict(id=f'{split}{i}', video=f'{split}{i}.mp4',
+                             captions=[f'a {color} square moves {way}{then}']))
+        text = ''.join(json.dumps(row) + '\n' for row in rows)
+        (folder / f'{split}.jsonl').write_text(text, encoding='utf-8')
+    return str(folder)
+
+
+@pytest.fixture(scope='session')
+def tiny_data(tmp_path_factory):
+    return make_clips(tmp_path_factory.mktemp('tiny-data'), train=24, val=8, test=10)

@@ -1,11 +1,12 @@
 """
-Renders the demo data set: short H.264 clips of two events in sequence, with captions from a grammar.
+Renders the demo data: short H.264 clips of two events in sequence, captions from a grammar.
 
     python data/demo/prepare.py               # train 3000, val 200, test 500 clips, then a no-op
 
-An event is (size, colour, shape, motion); a clip is a pair of events. The test gallery is adversarial: most
-clips come in families of four that a bag of words (or of frames) confuses, see `families`. No pair of
-events of the test split occurs, in either order, in another split, and pretrain.py skips them too.
+An event is (size, colour, shape, motion); a clip is a pair of events. The test gallery is
+adversarial: most clips come in families of four that a bag of words (or of frames) confuses, see
+`families`. No pair of events of the test split occurs, in either order, in another split, and
+pretrain.py skips those pairs too.
 
 clip (event1, event2) --render--> uint8 [T, S, S, 3] --write_mp4--> videos/<id>.mp4
                       --captions--> sentences -----------------> {train,val,test}.jsonl
@@ -142,7 +143,7 @@ def captions(clip, rng, n):
 # Pixels
 
 def signed_distance(shape, x, y):
-    """Distance to the border of a shape of radius 1, negative inside; x, y float [T, S, S]."""
+    """Distance to the border of a shape of radius 1, negative inside; x, y float arrays."""
     if shape == "circle":
         return np.hypot(x, y) - 1.0
     if shape == "ring":
@@ -165,7 +166,7 @@ def signed_distance(shape, x, y):
 
 
 def trajectory(motion, size, rng, T):
-    """Centre x, y and radius in image widths, and angle, each float [T], for one event of T frames."""
+    """Centre x, y, radius (in image widths) and angle, float [T] each, of one event."""
     u = np.linspace(-1.0, 1.0, T)
     x, y = rng.uniform(0.36, 0.64, 2)
     x, y = np.full(T, x), np.full(T, y)
@@ -198,30 +199,41 @@ def background(rng, side):
     return (picture + rng.normal(0, 3.0, (side, side, 1))).astype(np.float32)
 
 
+def script(clip, seed, frames=FRAMES):
+    """What is drawn in each frame: a list of (event 0 or 1, x, y, radius, angle, paint)."""
+    rng = np.random.default_rng([*np.atleast_1d(seed), 1])
+    cut = frames // 2 + int(rng.integers(-1, 2))  # when the second event starts
+    out = []
+    for k, ((size, colour, _, motion), length) in enumerate(zip(clip, (cut, frames - cut))):
+        paint = np.clip(np.array(COLOURS[colour]) + rng.uniform(-9, 9, 3), 0, 255)
+        out += [(k, *state, paint) for state in zip(*trajectory(motion, size, rng, length))]
+    return out
+
+
 def render(clip, seed, side=SIDE, frames=FRAMES, keep=None):
     """Draw a clip, uint8 [T, S, S, 3]. `keep` draws only those frames, with the same pixels."""
     rng = np.random.default_rng(seed)
     scene = background(rng, side)
-    cut = frames // 2 + int(rng.integers(-1, 2))  # when the second event starts
     grid = (np.arange(side, dtype=np.float32) + 0.5) / side
     out = []
-    for (size, colour, shape, motion), start, stop in zip(clip, (0, cut), (cut, frames)):
-        x, y, radius, angle = trajectory(motion, size, rng, stop - start)
-        paint = np.clip(np.array(COLOURS[colour]) + rng.uniform(-9, 9, 3), 0, 255)
-        chosen = [k - start for k in (keep or range(frames)) if start <= k < stop]
-        x, y, radius, angle = (v[chosen].astype(np.float32)[:, None, None]
-                               for v in (x, y, radius, angle))  # [t, 1, 1]
-        dx, dy = (grid[None, None, :] - x) / radius, (grid[None, :, None] - y) / radius
+    for f, (k, x, y, radius, angle, paint) in enumerate(script(clip, seed, frames)):
+        if keep is not None and f not in keep:
+            continue
+        picture = scene.copy()                                               # [S, S, 3]
+        # only the pixels that the shape can touch, in units of its radius
+        reach = 1.1 * radius + 1 / side
+        rows, columns = (np.flatnonzero(np.abs(grid - c) < reach) for c in (y, x))
+        box = np.s_[rows[0]:rows[-1] + 1, columns[0]:columns[-1] + 1]
+        dx, dy = (grid[columns] - x)[None, :] / radius, (grid[rows] - y)[:, None] / radius
         c, s = np.cos(angle), np.sin(angle)
-        d = signed_distance(shape, dx * c + dy * s, dy * c - dx * s) * radius * side  # in pixels
-        cover = np.clip(0.5 - d, 0, 1)[..., None]                            # [t, S, S, 1]
+        d = signed_distance(clip[k][2], dx * c + dy * s, dy * c - dx * s) * radius * side
+        cover = np.clip(0.5 - d, 0, 1)[..., None]                            # anti-aliased edge
         shade = 1.0 - 0.14 * np.clip(dy, -1, 1)[..., None]                   # light from above
-        solid = np.clip(paint.astype(np.float32) * shade, 0, 255)
-        out.append(scene + (solid - scene) * cover)
-    video = np.concatenate(out)
-    noise = np.random.default_rng([*np.atleast_1d(seed), 7]).normal(0, 2.0, (frames, side, side))
-    video += noise.astype(np.float32)[list(keep) if keep else slice(None), :, :, None]
-    return np.clip(video + 0.5, 0, 255).astype(np.uint8)
+        picture[box] += (np.clip(paint * shade, 0, 255) - picture[box]) * cover
+        noise = np.random.default_rng([*np.atleast_1d(seed), 2, f])
+        picture += 2.0 * noise.standard_normal((side, side, 1), dtype=np.float32)
+        out.append(np.clip(picture + 0.5, 0, 255).astype(np.uint8))
+    return np.stack(out)
 
 
 def write_mp4(path, video, fps=FPS):
@@ -276,7 +288,7 @@ def render_file(job):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE, help="folder of the jsonl files and videos/")
+    parser.add_argument("--out", type=Path, default=HERE, help="where to write")
     parser.add_argument("--train", type=int, default=3000, help="clips in the training split")
     parser.add_argument("--val", type=int, default=200, help="clips in the validation split")
     parser.add_argument("--test", type=int, default=500, help="clips in the test gallery")
@@ -309,7 +321,8 @@ def main():
         part.write_text("".join(json.dumps(r) + "\n" for r in split))
         os.replace(part, path)
     done.write_text(stamp)  # last: an interrupted run starts over
-    print(", ".join(f"{name} {len(split)}" for name, split in records.items()), "clips in", args.out)
+    counts = ", ".join(f"{name} {len(split)}" for name, split in records.items())
+    print(f"{args.out}: {counts} clips")
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def uniform(n, T):
 
 
 def linspace(n, T):
-    """BLiM's: np.linspace(0, n - 2, T) cut to integers: from the first frame to the one before last."""
+    """BLiM's: np.linspace(0, n - 2, T) cut to integers; the last frame is never taken."""
     return np.linspace(0, max(n - 2, 0), T, dtype=int)
 
 
@@ -214,7 +214,8 @@ def video_stream(container):
     import av
     s = container.streams.best("video")
     if s is None:
-        raise ValueError("it has no video stream (audio only?)")
+        raise ValueError("it has no video stream, only audio" if container.streams.audio else
+                         "it is no video, or cut off before its index (no video stream)")
     if s.disposition & av.stream.Disposition.attached_pic:
         raise ValueError("it has no video stream, only audio with a cover picture")
     if s.codec_context is None:
@@ -260,7 +261,10 @@ def scan(path):
                 if not p.is_discard:
                     keys.append(p.is_keyframe)
                     shown.append(p.pts)
-        head.packets, head.promised = len(shown), max(s.frames - head.hidden, 0)
+        head.packets = len(shown)
+        # an mp4's index lacks what an edit list cut off before the keyframe; its count does not
+        head.promised = len(s.index_entries) if "mp4" in head.format else s.frames
+        head.promised = max(head.promised - head.hidden, 0)
         head.closed = closed_gops(shown, keys)
         head.end = float(max((t for t in shown if t is not None), default=0) * s.time_base)
         head.duration = (c.duration or 0) / av.time_base
@@ -298,14 +302,15 @@ def decord_is_right(head):
     """
     Where decord 0.6 hands out the same frames as decoding everything does. Elsewhere it is silently
     wrong: open GOPs and field-coded video (other frames than asked), edit lists (counts hidden
-    frames), more than 8 bits or odd sizes (wrong colours), mirrored video, AV1 (fails).
+    frames), more than 8 bits, odd sizes and turned video (other colours), mirrored, AV1 (fails).
     """
     return (head.codec in ("h264", "hevc", "vp9")
             and head.format.startswith(("mov,", "matroska,"))
             and head.closed and not head.hidden and not head.damaged
             and head.promised in (0, head.packets)
             and head.pixels in ("yuv420p", "yuvj420p") and not head.interlaced
-            and head.width % 2 == 0 and head.height % 2 == 0 and not head.mirrored
+            and head.width % 2 == 0 and head.height % 2 == 0
+            and not head.turns and not head.mirrored
             and head.width * head.height <= 4096 * 2304)  # above that decord holds a gigabyte
 
 

@@ -1,0 +1,357 @@
+"""
+Time and memory of the things that could be done more cheaply, measured side by side.
+
+    $ make bench                                       # all of them, on random and demo backbones
+    $ python bench.py --only=encode --backbone=Qwen/Qwen2-VL-2B-Instruct --batch=32   # on a GPU
+
+Variants take turns, A B C, B C A, ..., so that a busy machine slows all of them; a ratio is taken
+within a round, and its median and range over rounds are printed. Memory is the peak of live tensor
+bytes above those held before the call (weights are not in it): what the CUDA allocator counts, and
+the same sum over the CPU allocator's events. A bench is one function -> dict; the table BENCHES.
+"""
+# settings
+only = ''               # names of benches, with commas between; empty: all of them
+rounds = 5              # times that each variant is measured (grad_cache: train_rounds)
+json = ''               # also write the JSON lines to this file
+device = 'auto'         # cuda or cpu; auto: a GPU if there is one
+dtype = 'auto'          # autocast and frozen weights: bfloat16, float32; auto: bfloat16 on a GPU
+backbone = ''           # folder or hub id of an MLLM; empty: a random Qwen2-VL, and the demo's
+layers = 12             # decoder layers of the random one
+hidden = 512            # its width
+lora_r = 128            # LoRA rank (MARS, App. B) where a bench uses LoRA
+num_frames = 16         # frames per video; 16 are 256 vision tokens of the random backbone
+batch = 4               # encode: videos per forward
+demo_batch = 32         # encode: the same for the demo's backbone, which is far smaller
+train_batch = 8         # grad_cache: pairs of the global batch
+train_frames = 2        # grad_cache: frames per video; few, because a step is several passes
+train_rounds = 3        # grad_cache: rounds
+chunks = (4, 1)         # grad_cache: chunk sizes
+data = 'data/demo'      # loader: its val.jsonl and videos/; backbones/tiny-qwen2-vl for encode
+clips = 50              # loader: how many of them
+# end of settings
+
+if __name__ == '__main__':  # before torch is imported, so that --help and typos answer at once
+    from configurator import configure
+    cfg = configure(__file__)
+
+import os
+os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # torch's profiler is silent, before torch loads
+
+import importlib.util
+import tempfile
+import time
+from dataclasses import replace
+from functools import partial
+from json import dump, dumps
+from statistics import median
+
+import numpy as np
+import torch
+import transformers
+
+import backbones
+import data as datalib
+import train
+from checkpoint import describe
+from model_mars import MARS, MARSConfig
+
+GOAL = 1.10  # encoding may cost 10% more than the bare backbone, in time and in memory
+MIB = 2 ** 20
+
+# -----------------------------------------------------------------------------
+# measuring
+
+def peak_memory(run, device):
+    """ Peak of live tensor bytes during run(), above what was live before it. """
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    # the resident set would also show what malloc keeps, so a second run looks different
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
+                                profile_memory=True) as profile:
+        run()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == '[memory]']
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()  # negative when memory is given back
+        peak = max(peak, now)
+    return peak
+
+
+def seconds(run, reps, device):
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+    begun = time.perf_counter()
+    for _ in range(reps):
+        run()
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - begun) / reps
+
+
+def compare(variants, rounds, device, memory=True):
+    """ {name: run} -> a row per variant; ratios are to the first one. """
+    names = list(variants)
+    warm = [seconds(run, 1, device) for run in variants.values()]
+    reps = max(1, round(0.3 / max(warm[0], 1e-4)))  # short runs: several of them per measurement
+    peaks = {n: peak_memory(run, device) for n, run in variants.items()} if memory else {}
+    times = {n: [] for n in names}
+    for r in range(rounds):
+        for k in range(len(names)):
+            name = names[(r + k) % len(names)]
+            times[name].append(seconds(variants[name], reps, device))
+    rows = []
+    for name in names:
+        ratios = [t / first for t, first in zip(times[name], times[names[0]])]
+        row = {'variant': name, 'ms': 1e3 * median(times[name]), 'time_ratio': median(ratios),
+               'time_ratio_min': min(ratios), 'time_ratio_max': max(ratios)}
+        if memory:
+            row.update(peak_mib=peaks[name] / MIB,
+                       memory_ratio=peaks[name] / max(peaks[names[0]], 1))
+        rows.append(row)
+    return rows
+
+
+def show(title, rows):
+    """ The table for people. """
+    print(f"\n{title}")
+    print(f"  {'':<28}{'ms':>9}   {'time ratio (min .. max)':<27}{'peak MiB':>9}{'ratio':>8}")
+    for r in rows:
+        time_ratio = f"{r['time_ratio']:.3f} ({r['time_ratio_min']:.3f} .. " \
+                     f"{r['time_ratio_max']:.3f})"
+        memory = f"{r['peak_mib']:>9.1f}{r['memory_ratio']:>8.3f}" if 'peak_mib' in r else ''
+        print(f"  {r['variant']:<28}{r['ms']:>9.1f}   {time_ratio:<27}{memory}", flush=True)
+
+
+def machine(device):
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    load = os.getloadavg()[0] if hasattr(os, 'getloadavg') else -1.0
+    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else 'cpu'
+    return {'device': name, 'cores': cores, 'threads': torch.get_num_threads(),
+            'load_average': round(load, 2)}
+
+
+# -----------------------------------------------------------------------------
+# what is measured: models and items
+
+def random_qwen2vl(folder, layers, hidden):
+    """
+    A random Qwen2-VL of the native class, saved in `folder`: large enough that the time goes into
+    matrix products. Its vision tower is small, so that most of the time and the peak of the memory
+    are the decoder's, where the hooks are; a large one would hide them. A word is a token and two
+    frames are 4 x 8: with 16 frames, L is about 290 (the paper's is 291, by Table 4).
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+    special = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<|vision_start|>', '<|vision_end|>',
+               '<|video_pad|>', '<|image_pad|>']
+    words = ['<unk>', *special, *(f'word{i}' for i in range(100))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token='<unk>'))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token='<unk>', eos_token='<|im_end|>',
+        pad_token='<|endoftext|>', additional_special_tokens=special).save_pretrained(folder)
+
+    def heads(width):
+        return max(1, width // 64)
+
+    half = hidden // heads(hidden) // 2
+    config = Qwen2VLConfig(
+        text_config=dict(vocab_size=len(words), hidden_size=hidden, intermediate_size=3 * hidden,
+                         num_hidden_layers=layers, num_attention_heads=heads(hidden),
+                         num_key_value_heads=2 - heads(hidden) % 2, tie_word_embeddings=True,
+                         bos_token_id=None, eos_token_id=3, pad_token_id=1,
+                         rope_parameters=dict(  # sections for time, height, width: 2 : 3 : 3
+                             rope_type='default', rope_theta=1e6,
+                             mrope_section=[half - half * 3 // 8 * 2, *[half * 3 // 8] * 2])),
+        vision_config=dict(depth=2, embed_dim=hidden // 4, hidden_size=hidden,
+                           num_heads=heads(hidden // 4), mlp_ratio=2, patch_size=14,
+                           spatial_merge_size=2, temporal_patch_size=2),
+        tie_word_embeddings=True, image_token_id=7, video_token_id=6, vision_start_token_id=4,
+        vision_end_token_id=5)
+    torch.manual_seed(0)
+    Qwen2VLForConditionalGeneration(config).save_pretrained(folder)
+    pixels = 112 * 224  # 4 x 8 tokens of 28 x 28 pixels each
+    with open(os.path.join(folder, 'preprocessor_config.json'), 'w') as f:
+        dump(dict(image_processor_type='Qwen2VLImageProcessor', patch_size=14, merge_size=2,
+                  temporal_patch_size=2, size=dict(shortest_edge=pixels, longest_edge=pixels),
+                  image_mean=[0.5] * 3, image_std=[0.5] * 3), f)
+
+
+def random_samples(n, num_frames, height=112, width=224):
+    rng = np.random.default_rng(0)
+    return [datalib.Sample(
+        str(i), ' '.join(f'word{w}' for w in rng.integers(0, 100, 16)),
+        rng.integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8), i)
+        for i in range(n)]
+
+
+def make_mars(path, cfg, device, **config):
+    dtype = train.torch_dtype(cfg, device)
+    torch.manual_seed(0)
+    return MARS(MARSConfig(num_frames=cfg.num_frames, **config),
+                backbones.load(path, dtype=dtype)).to(device)
+
+
+def with_backbone(bench):
+    """ bench(cfg, device, path, name) gets --backbone, or a random one in a temporary folder. """
+    def run(cfg, device):
+        if cfg.backbone:
+            return bench(cfg, device, cfg.backbone, cfg.backbone)
+        with tempfile.TemporaryDirectory() as folder:
+            random_qwen2vl(folder, cfg.layers, cfg.hidden)
+            return bench(cfg, device, folder, f'random Qwen2-VL {cfg.layers} x {cfg.hidden}')
+    return run
+
+
+# -----------------------------------------------------------------------------
+# the benches
+
+@with_backbone
+def encode(cfg, device, path, name):
+    """ MARS.encode_video against the bare backbone and against output_hidden_states. """
+    frame = 112, 224
+    cases = [(path, name, cfg.batch, frame, 0), (path, name, cfg.batch, frame, cfg.lora_r)]
+    demo = os.path.join(cfg.data, 'backbones', 'tiny-qwen2-vl')
+    if not cfg.backbone and os.path.isdir(demo):
+        cases.append((demo, "the demo's Qwen2-VL", cfg.demo_batch, (96, 96), cfg.lora_r))
+    return {'goal': GOAL, 'cases': [encode_case(cfg, device, *case) for case in cases]}
+
+
+def encode_case(cfg, device, path, name, batch, frame, lora_r):
+    model = make_mars(path, cfg, device, lora_r=lora_r).eval()
+    samples = [replace(s, caption=None) for s in random_samples(batch, cfg.num_frames, *frame)]
+    # the bare forward gets the same inputs, so the same L: the M slot tokens are in input_ids
+    inputs = train.to_device(model.collate(samples)['video'], device)
+    autocast = train.autocast_of(cfg, device)
+    variants = {'bare backbone': partial(model.backbone.run, inputs),
+                'MARS.encode_video': partial(model.encode_video, inputs),
+                'output_hidden_states + fuse': partial(all_hidden_states, model, inputs)}
+    with torch.no_grad(), autocast():
+        ours, theirs = (variants[v]()['slots'] for v in list(variants)[1:])
+        if not torch.allclose(ours, theirs, atol=1e-2 if autocast.keywords['enabled'] else 1e-4):
+            raise ValueError("encode: hooks and output_hidden_states give different slots, so the "
+                             "comparison is void; run tests/test_model_mars.py")
+        rows = compare(variants, cfg.rounds, device)
+    L = inputs['input_ids'].shape[1]
+    lora = f'LoRA r={lora_r} in all' if lora_r else 'no LoRA'
+    case = f"{name}, {lora}, {batch} videos of {cfg.num_frames} frames, L {L}"
+    show(f"encode: {case}", rows)
+    met = max(rows[1]['time_ratio'], rows[1]['memory_ratio']) <= GOAL
+    print(f"  goal: MARS at most {GOAL:.2f} in time and memory: {'met' if met else 'NOT met'}")
+    return {'case': case, 'rows': rows}
+
+
+def all_hidden_states(model, inputs):
+    """ The textbook way to the same slots: keep [N, B, L, D], then pick the read positions. """
+    known = {k: v for k, v in inputs.items() if k not in ('append_pos', 'cut')}
+    pos = inputs['append_pos']  # [B, M]
+    with model._hooks(pos, [], []):  # only puts the slot tokens in
+        hidden = model.backbone.decoder(**known, use_cache=False,
+                                        output_hidden_states=True).hidden_states
+    rows = torch.arange(len(pos), device=pos.device)[:, None]
+    h = torch.stack([x[rows, pos - 1] for x in hidden[1:]])  # [N, B, M, D], the last one normed
+    return {'slots': model.fuse(h)}
+
+
+@with_backbone
+def grad_cache(cfg, device, path, name):
+    """ train.cached_step against train.plain_step on the same global batch. """
+    cases, samples = [], random_samples(cfg.train_batch, cfg.train_frames)
+    ids, autocast = torch.arange(cfg.train_batch, device=device), train.autocast_of(cfg, device)
+    for checkpointing in (False, True):
+        model = make_mars(path, cfg, device, lora_r=cfg.lora_r,
+                          gradient_checkpointing=checkpointing)
+
+        def variant(step, chunk):
+            chunks, _, _ = train.collate_chunks(samples, model.collate, chunk)
+            chunks = [train.to_device(c, device) for c in chunks]
+
+            def run():
+                step(model, chunks if step is train.cached_step else chunks[0], ids, autocast)
+                model.zero_grad(set_to_none=True)
+            return run
+
+        variants = {'plain_step': variant(train.plain_step, 0)}
+        variants.update({f'cached_step, chunks of {c}': variant(train.cached_step, c)
+                         for c in cfg.chunks if c < cfg.train_batch})
+        rows = compare(variants, cfg.train_rounds, device)
+        case = (f"{name}, LoRA r={cfg.lora_r}, gradient checkpointing "
+                f"{'on' if checkpointing else 'off'}, global batch {cfg.train_batch} pairs, "
+                f"{cfg.train_frames} frames")
+        show(f"grad_cache: {case}", rows)
+        cases.append({'case': case, 'rows': rows})
+    return {'cases': cases}
+
+
+def loader(cfg, device):
+    """ Reading clips: decord, PyAV, and the frame cache, in one process. """
+    path, root = os.path.join(cfg.data, 'val.jsonl'), os.path.join(cfg.data, 'videos')
+    if not os.path.isfile(path) or not os.path.isdir(root):
+        return {'skipped': f"{path} or {root} is missing; run `python data/demo/prepare.py` first"}
+    items = datalib.load_annotations(path)[:cfg.clips]
+    with tempfile.TemporaryDirectory() as cache:
+        def variant(**how):
+            videos = datalib.Videos(items, root, cfg.num_frames, **how)
+            return lambda: [videos[i] for i in range(len(videos))]
+
+        variants = {'auto': variant(), 'PyAV': variant(reader='pyav'),
+                    'decord': variant(reader='decord'), 'frame cache': variant(frame_cache=cache)}
+        if importlib.util.find_spec('decord') is None:
+            print("\nloader: decord is not installed here, so it is left out and auto is PyAV")
+            del variants['decord']
+        rows = compare(variants, cfg.rounds, device, memory=False)
+    for row in rows:
+        row['items_per_s'] = 1e3 * len(items) / row['ms']
+    case = f"{len(items)} clips of {cfg.data}, {cfg.num_frames} frames each, one process"
+    show(f"loader: {case}", rows)
+    print("  clips/s: " + ", ".join(f"{r['variant']} {r['items_per_s']:.0f}" for r in rows))
+    return {'cases': [{'case': case, 'rows': rows}]}
+
+
+BENCHES = {'encode': encode, 'grad_cache': grad_cache, 'loader': loader}
+
+# -----------------------------------------------------------------------------
+# the run
+
+def main(cfg):
+    names = [n.strip() for n in cfg.only.split(',') if n.strip()] or list(BENCHES)
+    unknown = [n for n in names if n not in BENCHES]
+    if unknown:
+        raise ValueError(f"only: there is no bench '{unknown[0]}'; there are {', '.join(BENCHES)}")
+    for key in ('rounds', 'train_rounds', 'batch', 'demo_batch', 'num_frames', 'train_frames',
+                'clips', 'layers'):
+        if getattr(cfg, key) < 1:
+            raise ValueError(f"{key} is {getattr(cfg, key)}, the least is 1")
+    if cfg.train_batch < 2 or cfg.hidden % 32 or cfg.hidden < 32 or min(cfg.chunks, default=1) < 1:
+        raise ValueError(f"train_batch {cfg.train_batch} must be at least 2, hidden {cfg.hidden} a "
+                         f"multiple of 32, and chunks {cfg.chunks} at least 1 each")
+    transformers.utils.logging.disable_progress_bar()
+    _, _, device = train.init_distributed(cfg.device)
+    where, versions = machine(device), describe(cfg)['versions']
+    print('  '.join(f'{k} {v}' for k, v in {**where, **versions}.items()))
+    if where['load_average'] > 0.5 * where['cores']:
+        print("the machine is busy: trust the ratios, not the milliseconds")
+    lines = []
+    for name in names:
+        begun = time.time()
+        result = BENCHES[name](cfg, device)
+        if 'skipped' in result:
+            print(f"\n{name}: skipped, {result['skipped']}")
+        lines.append({'bench': name, **result, 'settings': vars(cfg),
+                      'seconds': round(time.time() - begun, 1), 'machine': where,
+                      'versions': versions})
+    text = ''.join(dumps(line) + '\n' for line in lines)
+    print('\n' + text, end='')
+    if cfg.json:
+        with open(cfg.json, 'w', encoding='utf-8') as f:
+            f.write(text)
+    return lines
+
+
+if __name__ == '__main__':
+    train.one_line_errors(lambda: main(cfg))

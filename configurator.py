@@ -23,7 +23,8 @@ from types import ModuleType, NoneType, SimpleNamespace
 KINDS = {t.__name__: t for t in (bool, int, float, str, tuple, list, dict)}
 
 
-# ---- types: `int`, `int | None`, `tuple[float, ...]` -------------------------------------------
+# -----------------------------------------------------------------------------
+# types: `int`, `int | None`, `tuple[float, ...]`
 
 def members(want):
     """The alternatives of a union, or the type itself."""
@@ -84,7 +85,8 @@ def parse(text, want):
         return convert(text, want)              # fine for `int | str`, else a ValueError
 
 
-# ---- reading the settings of a script or a dataclass -------------------------------------------
+# -----------------------------------------------------------------------------
+# reading the settings of a script or a dataclass
 
 def literal(node):
     """The value of a literal or of arithmetic on literals (12 * 1024); else ValueError."""
@@ -160,7 +162,8 @@ def read_settings(path, cls=None):
     return settings
 
 
-# ---- config files and the command line ---------------------------------------------------------
+# -----------------------------------------------------------------------------
+# config files and the command line
 
 def run_config(path, script):
     """Run a config file; its names -> values."""

@@ -42,7 +42,6 @@ if __name__ == "__main__":         # before torch is imported, so that --help is
 import json as jsonlib
 import os
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -415,11 +414,9 @@ def main(args):
     items = load_annotations(os.path.join(cfg.data, f"{args.split}.jsonl"), cfg.paragraph)
     model = train.build_model(cfg, device)
     model.load_trainable(load_file(str(step / "model.safetensors")))
-    autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16,
-                       enabled=train.torch_dtype(cfg, device) == torch.bfloat16)
     say(f"{step.resolve().name} of {args.ckpt}, {cfg.model}, on {device}")
-    result = evaluate(model, items, cfg, args.split, device, autocast, args.v2t,
-                      args.dsl_temperature if args.dsl else None, args.per_slot)
+    result = evaluate(model, items, cfg, args.split, device, train.autocast_of(cfg, device),
+                      args.v2t, args.dsl_temperature if args.dsl else None, args.per_slot)
     result["checkpoint"] = step.resolve().name
     result["trainable"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(table(result))

@@ -3,10 +3,10 @@ Settings: where they come from, which wins, and that every mistake is one line n
 
 python -m pytest tests/test_configurator.py -v
 """
+import ast
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ Trains a toy.
 
     $ python script.py config/toy.py
 """
+import ast
 import os
 out_dir = "out/run"         # the run's folder
 model = "mars"              # which model
@@ -86,7 +87,8 @@ def error(*args, **kw):
     return message
 
 
-# ---- reading the source ---------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
+# reading the source
 
 def test_settings_of_a_script_are_read_from_its_source(here):
     assert read_settings("script.py") == {
@@ -119,7 +121,8 @@ def test_a_script_without_the_end_line_or_a_class_that_is_not_there_is_an_error(
         read_settings("bare.py")
 
 
-# ---- which value wins -----------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
+# which value wins
 
 def test_precedence_is_script_dataclass_file_command_line(here):
     assert run(models=None).batch_size == 24
@@ -147,7 +150,8 @@ def test_the_model_brings_its_fields(here):
         "config/toy.py: model expects str (default 'mars'), got 5"
 
 
-# ---- values ---------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
+# values
 
 @pytest.mark.parametrize("line, key, value", [
     ("--batch_size=8", "batch_size", 8), ("--batch_size 8", "batch_size", 8),
@@ -186,7 +190,8 @@ def test_a_config_file_is_python(here):
     assert run(config="import numpy as np\nlr = np.float64(3) / 2").lr == 1.5
 
 
-# ---- mistakes: one line, with the place, the key and the expected type ------------------------------
+# -----------------------------------------------------------------------------
+# mistakes: one line, with the place, the key and the expected type
 
 @pytest.mark.parametrize("line, message", [
     ("--batch_sise=8", "command line: unknown setting 'batch_sise', did you mean 'batch_size'?"),
@@ -209,7 +214,8 @@ def test_a_config_file_is_python(here):
     ("--lr", "command line: --lr needs a value, as in --lr=1.0"),
     ("--lr --wandb", "command line: --lr needs a value, as in --lr=1.0"),
     ("--out_dir config/toy.py", "command line: --out_dir needs a value, as in --out_dir='out/run'"),
-    ("-lr=3", "cannot read the argument '-lr=3': settings are --key=value, config files end in .py"),
+    ("-lr=3", "cannot read the argument '-lr=3': settings are --key=value, config files end in "
+              ".py"),
     ("lr=3", "cannot read the argument 'lr=3': settings are --key=value, config files end in .py"),
     ("toy", "cannot read the argument 'toy': settings are --key=value, config files end in .py, "
             "did you mean config/toy.py?"),
@@ -249,7 +255,8 @@ def test_a_command_line_value_does_not_hide_a_mistake_in_the_file(here):
                                                             config="batch_size = '64'")
 
 
-# ---- --help ---------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
+# --help
 
 def test_help_lists_every_setting_with_type_default_and_comment(here, capsys):
     with pytest.raises(SystemExit) as e:
@@ -270,25 +277,22 @@ def test_help_lists_every_setting_with_type_default_and_comment(here, capsys):
 
 @pytest.mark.parametrize("script", ["train.py", "eval.py"])
 def test_the_scripts_answer_help_without_importing_torch(script):
-    if not (ROOT / script).is_file():
-        pytest.skip(f"{script} is not there")
-    start = time.time()
     env = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
     r = subprocess.run([sys.executable, str(ROOT / script), "--help"], capture_output=True,
-                       text=True, env=env, cwd=ROOT)
-    assert r.returncode == 0 and "--batch_size" in r.stdout, r.stderr[-2000:]
+                       text=True, env=env)
+    assert r.returncode == 0 and "--num_workers" in r.stdout, r.stderr[-2000:]
     imported = {line.split("|")[-1].strip() for line in r.stderr.splitlines() if "|" in line}
     assert "configurator" in imported and not {"torch", "numpy"} & imported
-    assert time.time() - start < 20
 
 
 def test_every_config_file_of_the_repository_is_read():
-    configs = sorted((ROOT / "config").glob("*.py"))
-    if not configs or not (ROOT / "train.py").is_file():
-        pytest.skip("no config files")
-    import ast
     tree = ast.parse((ROOT / "train.py").read_text())
-    models = next(ast.literal_eval(n.value) for n in ast.walk(tree)
-                  if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "MODELS")
-    for config in configs:
-        configure(str(ROOT / "train.py"), [str(config)], models)
+    models = next(ast.literal_eval(n.value) for n in tree.body
+                  if isinstance(n, ast.Assign) and n.targets[0].id == "MODELS")
+    models = {name: where[:2] for name, where in models.items()}
+    for config in sorted((ROOT / "config").glob("*.py")):
+        got = vars(configure(str(ROOT / "train.py"), [str(config)], models))
+        names = {}
+        exec(config.read_text(), names)
+        for name, value in names.items():
+            assert name.startswith("_") or got[name] == value

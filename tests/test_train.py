@@ -31,7 +31,6 @@ from safetensors.torch import load_file, save_file
 import backbones
 import checkpoint
 import eval as evaluation
-import losses
 import train
 from checkpoint import Log, load_checkpoint, save_checkpoint
 from configurator import configure, read_settings
@@ -95,13 +94,12 @@ def argv(out, data, backbone, **changes):
 
 
 def run(args, strike=None):
-    """ A whole run. strike (call, rank, signal): sent to itself by that rank in that call's step. """
+    """ A whole run. strike (n, ranks, signal): in their n-th step these ranks send it to themselves. """
     steps = {'n': 0}
 
     def struck(step, *args):
         steps['n'] += 1
-        if strike and (steps['n'], int(os.environ.get('RANK', 0))) in [(strike[0], r) for r in
-                                                                     strike[1]]:
+        if strike and steps['n'] == strike[0] and int(os.environ.get('RANK', 0)) in strike[1]:
             os.kill(os.getpid(), strike[2])
         return step(*args)
 
@@ -313,13 +311,556 @@ def test_a_run_that_is_stopped_and_killed_ends_in_the_same_bits(
     assert launch(run, args(ours), strike, world=world, output=output) == [0] * world
     assert target(ours, 'latest') == 'step_000002'
     assert 'step 2 is saved' in Path(f'{output}.0').read_text()
-    # kill -9 in the fifth step: saved is the third, logged the fourth
-    strike = (3, range(world), signal.SIGKILL)
+    # kill -9 in the sixth step: the fifth is logged, but the fourth is the last one saved
+    strike = (4, range(world), signal.SIGKILL)
     resumed = args(ours, resume=True, num_workers=1)
     assert launch(run, resumed, strike, world=world, output=output) == [-9] * world
-    assert target(ours, 'latest') == 'step_000004' and lines(ours)[-1]['step'] == 4
+    assert target(ours, 'latest') == 'step_000004' and lines(ours)[-1]['step'] == 5
     assert launch(run, resumed, world=world, output=output) == [0] * world
     assert_same_checkpoint(whole, ours)
     assert timeless(whole) == timeless(ours)
     assert [row['step'] for row in lines(ours) if 'loss' in row] == [1, 2, 3, 4, 5, 6]
     assert [row['step'] for row in lines(ours) if 'SumR' in row] == [4]
+
+
+# -----------------------------------------------------------------------------
+# what a checkpoint holds
+
+def test_a_checkpoint_holds_what_is_trained_and_nothing_else(finished, tiny_qwen2vl):
+    folder = finished / 'latest'
+    tensors = load_file(folder / 'model.safetensors')
+    lora = {name for name in tensors if 'lora_' in name}
+    assert tensors.keys() - lora == {'slots', 'w'} and len(lora) == 2 * (7 * 3 + 2)
+    assert sorted(p.name for p in folder.iterdir()) == ['adapter', 'config.json',
+                                                        'model.safetensors', 'state']
+    state = torch.load(folder / 'state' / 'state.pt', weights_only=True)
+    assert state['step'] == 6 and len(state['optimizer']['state']) == len(tensors)
+    config = json.loads((folder / 'config.json').read_text())
+    assert config == json.loads((finished / 'config.json').read_text())
+    assert config['settings']['lora_dropout'] == DROPOUT
+    assert config['settings']['video_prompt'] == MARSConfig.video_prompt
+    assert config['versions']['torch'] == torch.__version__
+    # two checkpoints stay: the last one and the best, which is the only validated one, step 4
+    assert sorted(p.name for p in finished.iterdir()) == [
+        'best', 'config.json', 'latest', 'log.jsonl', 'step_000004', 'step_000006']
+    assert target(finished, 'best') == 'step_000004'
+    assert state['best']['step'] == 4
+    assert state['best']['score'] == [r['SumR'] for r in lines(finished) if 'SumR' in r][0]
+
+
+def test_every_kind_of_parameter_was_trained(finished, tiny_data, tiny_qwen2vl, tmp_path):
+    cfg = configure(TRAIN, argv(tmp_path, tiny_data, tiny_qwen2vl), train.SETTINGS)
+    start = train.build_model(cfg, torch.device('cpu')).trainable_state()
+    for name, value in load_file(finished / 'latest' / 'model.safetensors').items():
+        assert not torch.equal(value, start[name]), name
+    rows = [row for row in lines(finished) if 'loss' in row]
+    assert [row['lr'] for row in rows] == pytest.approx([train.lr_at(i, 4, cfg) for i in range(6)])
+    assert all(math.isfinite(row[k]) for row in rows for k in ('loss', 'nce', 'grad_norm'))
+
+
+def test_others_can_load_the_adapter_with_peft(finished, tiny_qwen2vl):
+    from peft import PeftModel
+    base = backbones.load(tiny_qwen2vl).model
+    model = PeftModel.from_pretrained(base, str(finished / 'latest' / 'adapter'))
+    theirs = {n.replace('.default', ''): p for n, p in model.named_parameters() if 'lora_' in n}
+    ours = load_file(finished / 'latest' / 'model.safetensors')
+    ours = {n.removeprefix('mllm.').replace('.default', ''): p for n, p in ours.items()
+            if 'lora_' in n}
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[n], ours[n]) for n in ours)
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+def test_a_checkpoint_executes_no_code_and_a_broken_one_is_named(
+        finished, tiny_data, tiny_qwen2vl, tmp_path):
+    args = argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, chunk_size=4, resume=True)
+    shutil.copytree(finished, tmp_path / 'run', symlinks=True)
+    state = tmp_path / 'run' / 'latest' / 'state' / 'state.pt'
+    torch.save({'optimizer': Bomb(tmp_path / 'boom'), 'step': 6, 'best': None}, state)
+    assert 'latest' in error_of(args) and 'state.pt' in error_of(args)
+    assert not (tmp_path / 'boom').exists()
+    torch.load(state, weights_only=False)
+    assert (tmp_path / 'boom').exists()  # it would have
+    state.unlink()
+    assert 'state.pt' in error_of(args)
+    weights = tmp_path / 'run' / 'latest' / 'model.safetensors'
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert 'model.safetensors' in error_of(args)
+
+
+# -----------------------------------------------------------------------------
+# killed at any moment, one file system call after the other
+
+class Killed(BaseException):
+    """ No `except Exception` stops it, as none stops kill -9. """
+
+
+class Bystander(torch.nn.Module):
+    """ A model as far as a checkpoint knows. Its weights are the number of steps it was trained. """
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
+
+    def set(self, value):
+        with torch.no_grad():
+            for p in self.parameters():
+                p.fill_(value)
+        return self
+
+    def trainable_state(self):
+        return {n: p.detach() for n, p in self.named_parameters()}
+
+    def load_trainable(self, state):
+        self.load_state_dict(state, strict=True)
+
+    def save_adapter(self, folder):
+        os.makedirs(folder)
+        for name in ('adapter_config.json', 'adapter_model.safetensors'):
+            Path(folder, name).write_text('{}')
+
+
+class Trap:
+    """ Counts changes of the file system and is killed before number `at`. """
+    EVENTS = {'os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'os.symlink', 'os.truncate'}
+    armed = None
+
+    def __init__(self, at=None):
+        self.at, self.seen = at, 0
+
+    def __enter__(self):
+        Trap.armed = self
+        return self
+
+    def __exit__(self, *error):
+        Trap.armed = None
+        return error[0] is Killed
+
+    def step(self):
+        self.seen += 1
+        if self.seen - 1 == self.at:
+            Trap.armed = None
+            raise Killed
+
+    @staticmethod
+    def audit(event, args):
+        if Trap.armed and (event in Trap.EVENTS or (event == 'open' and args[2] & os.O_CREAT)):
+            Trap.armed.step()
+
+    @staticmethod
+    def halfway(write, path_of):
+        """ A writer that may also be killed after half of its file. """
+        def wrapped(*args, **kw):
+            trap, Trap.armed = Trap.armed, None  # what the library does inside is one write
+            if trap:
+                trap.step()
+            result = write(*args, **kw)
+            if trap:
+                trap.seen += 1
+                if trap.seen - 1 == trap.at:
+                    os.truncate(path_of(*args), os.stat(path_of(*args)).st_size // 2)
+                    raise Killed
+            Trap.armed = trap
+            return result
+        return wrapped
+
+
+@pytest.fixture
+def trapped(monkeypatch, tmp_path):
+    sys.addaudithook(Trap.audit)  # there is no way to remove it; it does nothing when not armed
+    monkeypatch.setattr(checkpoint, 'save_file', Trap.halfway(save_file, lambda x, path: path))
+    monkeypatch.setattr(torch, 'save', Trap.halfway(torch.save, lambda x, path: path))
+    monkeypatch.setattr(os, 'fsync', Trap.halfway(os.fsync, lambda fd: fd))
+    return SimpleNamespace(cfg=SimpleNamespace(out_dir=str(tmp_path / 'run')),
+                           config=json.dumps({'settings': {'out_dir': str(tmp_path / 'run')}}))
+
+
+def save(trapped, model, step, best, is_best=False):
+    """ As train.py does it; weights and optimizer state tell which step they belong to. """
+    optimizer = torch.optim.AdamW(model.set(step).parameters(), lr=step)
+    save_checkpoint(trapped.cfg, model, optimizer, step, best, trapped.config, is_best)
+
+
+def load(trapped, link='latest'):
+    """ -> (step, best), every value checked. """
+    model = Bystander()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    out, folder = trapped.cfg.out_dir, os.path.join(trapped.cfg.out_dir, link)
+    if link != 'latest':  # load_checkpoint reads `latest`
+        trapped = SimpleNamespace(cfg=SimpleNamespace(out_dir=os.path.join(out, 'view')), **{
+            'config': trapped.config})
+        os.makedirs(trapped.cfg.out_dir)
+        os.symlink(os.path.realpath(folder), os.path.join(trapped.cfg.out_dir, 'latest'))
+    step, best = load_checkpoint(trapped.cfg, model, optimizer, trapped.config)
+    if link != 'latest':
+        shutil.rmtree(trapped.cfg.out_dir)
+    assert os.readlink(folder) == f'step_{step:06d}'
+    assert all((p == step).all() for p in model.parameters())
+    assert optimizer.param_groups[0]['lr'] == step
+    assert sorted(os.listdir(os.path.join(folder, 'adapter'))) == ['adapter_config.json',
+                                                                   'adapter_model.safetensors']
+    return step, best
+
+
+@pytest.mark.parametrize('is_best', [True, False])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(trapped, is_best, monkeypatch):
+    model, at, reached = Bystander(), 0, set()
+    first, third = ({'score': 1.0, 'step': 1}, {'score': 3.0 if is_best else 1.0,
+                                                'step': 3 if is_best else 1})
+    while True:
+        shutil.rmtree(trapped.cfg.out_dir, ignore_errors=True)
+        os.makedirs(trapped.cfg.out_dir)
+        save(trapped, model, 1, first, is_best=True)
+        save(trapped, model, 2, first)
+        with Trap(at) as trap:
+            save(trapped, model, 3, third, is_best)
+        if trap.seen <= at:  # it was not killed any more
+            break
+        step, best = load(trapped)
+        load(trapped, 'best')
+        assert step in (2, 3) and best == (third if step == 3 else first)
+        reached.add(step)
+        # resumed, in another process: the lost step comes again, and then one that is not best
+        monkeypatch.setattr(os, 'getpid', lambda: 4_000_000 + at)
+        if step == 2:
+            save(trapped, model, 3, third, is_best)
+        save(trapped, model, 4, third)
+        assert load(trapped) == (4, third)
+        assert load(trapped, 'best')[0] == third['step']
+        assert sorted(os.listdir(trapped.cfg.out_dir)) == [
+            'best', 'latest', f"step_{third['step']:06d}", 'step_000004']
+        at += 1
+    assert at > 20 and reached == {2, 3}
+
+
+def test_a_kill_in_the_first_save_leaves_nothing_in_the_way(trapped):
+    model, at = Bystander(), 0
+    while True:
+        shutil.rmtree(trapped.cfg.out_dir, ignore_errors=True)
+        os.makedirs(trapped.cfg.out_dir)
+        with Trap(at) as trap:
+            save(trapped, model, 0, None)
+        if trap.seen <= at:
+            break
+        if os.path.lexists(os.path.join(trapped.cfg.out_dir, 'latest')):
+            assert load(trapped) == (0, None)
+        save(trapped, model, 0, None)
+        save(trapped, model, 1, {'score': 1.0, 'step': 1}, is_best=True)
+        assert load(trapped)[0] == load(trapped, 'best')[0] == 1
+        assert sorted(os.listdir(trapped.cfg.out_dir)) == ['best', 'latest', 'step_000001']
+        at += 1
+    assert at > 12
+
+
+def test_a_folder_that_no_link_names_is_written_anew(trapped):
+    """ It may be half removed, or from a run with other settings that died in its first save. """
+    os.makedirs(os.path.join(trapped.cfg.out_dir, 'step_000001', 'state'))
+    save(trapped, Bystander(), 1, None)
+    assert load(trapped) == (1, None)
+
+
+# -----------------------------------------------------------------------------
+# runs that go wrong
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny_data, tiny_qwen2vl, tmp_path, monkeypatch):
+    data = tmp_path / 'data'
+    shutil.copytree(tiny_data, data)
+    rows = (data / 'train.jsonl').read_text().splitlines()
+    rows[17] = rows[17].replace('square', 'square 7')
+    (data / 'train.jsonl').write_text('\n'.join(rows))
+    batches = list(StepSampler(24, 6, seed=2))  # the first epoch
+    wanted = [17 in batch for batch in batches].index(True)
+    assert wanted == 2, 'choose a seed with which it is neither the first step nor the last'
+
+    def load_with_a_nan(*args, **kw):  # in the embedding of "7", which only one caption has
+        backbone = real_load(*args, **kw)
+        token, = backbone.plain_ids('7')
+        backbone.embed.weight.data[token, 0] = math.nan
+        return backbone
+
+    real_load = backbones.load
+    monkeypatch.setattr(backbones, 'load', load_with_a_nan)
+    args = argv(tmp_path / 'run', data, tiny_qwen2vl, seed=2, save_every=1)
+    for chunk_size in (0, 4):
+        text = error_of([*args, f'--chunk_size={chunk_size}', '--resume'])
+        assert f'step {wanted}: loss nan' in text and "not finite for ['train17']" in text
+        assert target(tmp_path / 'run', 'latest') == f'step_{wanted:06d}'
+        saved = load_file(tmp_path / 'run' / 'latest' / 'model.safetensors')
+        assert all(v.isfinite().all() for v in saved.values())
+    assert [row['step'] for row in lines(tmp_path / 'run')] == list(range(1, wanted + 1))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(
+        tiny_data, tiny_qwen2vl, tmp_path, monkeypatch):
+    args = argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, save_every=1, max_steps=2)
+    plain, kept = train.plain_step, []
+
+    def step(model, *rest):
+        out = plain(model, *rest)
+        kept.append((model, {n: p.clone() for n, p in model.trainable_state().items()}))
+        if len(kept) == 2:
+            model.slots.grad[0, 0] = math.inf
+        return out
+
+    monkeypatch.setattr(train, 'plain_step', step)
+    text = error_of(args)
+    assert re.search(r"step 1: loss \d.*gradient norm (inf|nan).*batch starts \['train", text)
+    model, before = kept[-1]
+    assert all(torch.equal(p, before[n]) for n, p in model.trainable_state().items())
+    assert target(tmp_path / 'run', 'latest') == 'step_000001'
+
+
+def test_best_is_picked_on_val_and_test_is_never_opened(
+        tiny_data, tiny_qwen2vl, tmp_path, monkeypatch):
+    data = tmp_path / 'data'
+    data.mkdir()
+    rows = Path(tiny_data, 'val.jsonl').read_text().splitlines(keepends=True)
+    (data / 'val.jsonl').write_text(''.join(rows[:3]))
+    shutil.copy(os.path.join(tiny_data, 'train.jsonl'), data)  # and no test.jsonl
+    real, scores, seen = evaluation.evaluate, iter([50.0, 70.0, 60.0]), []
+
+    def scripted(model, items, cfg, split, *rest):
+        seen.append((split, [item.id for item in items]))
+        return {**real(model, items, cfg, split, *rest), 'SumR': next(scores)}
+
+    monkeypatch.setattr(evaluation, 'evaluate', scripted)
+    train_here(argv(tmp_path / 'run', data, tiny_qwen2vl, batch_size=12, epochs=3, save_every=0,
+                    max_steps=0, video_root=os.path.join(tiny_data, 'videos')))
+    assert seen == [('val', ['val0', 'val1', 'val2'])] * 3
+    assert target(tmp_path / 'run', 'best') == 'step_000004'
+    assert target(tmp_path / 'run', 'latest') == 'step_000006'
+    state = torch.load(tmp_path / 'run' / 'latest' / 'state' / 'state.pt', weights_only=True)
+    assert state['best'] == {'score': 70.0, 'step': 4}
+    assert [r['best'] for r in lines(tmp_path / 'run') if 'SumR' in r] == [True, True, False]
+
+
+def test_picking_on_test_is_refused_unless_it_is_asked_for(
+        tiny_data, tiny_qwen2vl, tmp_path, capsys):
+    args = argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, val_split='test', epochs=0,
+                warmup_epochs=0)
+    assert '--select_on_test=true' in error_of(args)
+    assert not (tmp_path / 'run').exists()
+    train_here([*args, '--select_on_test'])
+    assert 'warning: `best` is picked on the test split' in capsys.readouterr().out
+    assert target(tmp_path / 'run', 'best') == 'step_000000'  # epochs=0: the untrained model
+
+
+def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings(
+        finished, tiny_data, tiny_qwen2vl):
+    before = sorted((p, p.stat().st_mtime_ns) for p in finished.rglob('*'))
+    args = argv(finished, tiny_data, tiny_qwen2vl, chunk_size=4)
+    assert 'already holds a run; --resume goes on' in error_of(args)
+    text = error_of([*args, '--resume', '--learning_rate=0.02'])
+    assert 'learning_rate = 0.01, now 0.02' in text and 'lora_r' not in text
+    assert 'num_slots = 4, now 2' in error_of([*args, '--resume', '--num_slots=2'])
+    assert before == sorted((p, p.stat().st_mtime_ns) for p in finished.rglob('*'))
+
+
+def test_resuming_a_run_that_is_over_says_so(finished, tiny_data, tiny_qwen2vl, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path / 'run', symlinks=True)
+    train_here(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, chunk_size=4, resume=True))
+    assert 'done: 6 steps, best SumR' in capsys.readouterr().out
+    assert_same_checkpoint(finished, tmp_path / 'run')
+
+
+def test_a_run_that_was_stopped_before_any_validation_may_end_there(
+        tiny_data, tiny_qwen2vl, tmp_path, capsys):
+    args = argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, save_every=1)
+
+    def stop(*rest):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*rest)
+
+    plain = train.plain_step
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(train, 'plain_step', stop)
+        train_here(args)
+    train_here([*args, '--resume', '--max_steps=1'])
+    assert 'done: 1 steps' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('changes, says', [
+    (dict(batch_size=25), 'train.jsonl has 24 pairs, too few for one global batch of 25'),
+    (dict(batch_size=1), 'batch_size is 1, the least is 2'),
+    (dict(select_metric='R@1'), "select_metric 'R@1' is no metric"),
+    (dict(select_metric='t2v'), 'several numbers; use for example t2v/R@1'),
+    (dict(select_metric='t2v/MdR'), "select_metric 't2v/MdR' is no metric"),
+    (dict(data='nowhere'), 'annotations nowhere/train.jsonl not found'),
+    (dict(train_split='dev'), 'dev.jsonl not found'),
+    (dict(video_root='nowhere'), 'video_root nowhere is no folder'),
+    (dict(backbone='./nowhere'), "backbone './nowhere': no such folder"),
+    (dict(backbone=''), 'backbone is empty'),
+    (dict(warmup_epochs=3), 'warmup_epochs 3.0 is more than epochs 2'),
+    (dict(learning_rate=-1), 'learning_rate is -1.0, the least is 0'),
+    (dict(learning_rate='nan'), 'learning_rate is nan'),
+    (dict(seed=-1), 'seed is -1, the least is 0'),
+    (dict(beta2=1.5), 'beta'),
+    (dict(dtype='fp16'), "dtype is 'fp16' and must be auto, bfloat16 or float32"),
+    (dict(device='gpu'), "device is 'gpu' and must be auto, cpu or cuda"),
+    (dict(num_slots=0), 'num_slots must be at least 1'),
+    (dict(sampler='random'), "sampler 'random' is not one of"),
+    (dict(on_bad_video='ignore'), "on_bad_video 'ignore' is not one of"),
+])
+def test_a_wrong_start_is_one_clear_line(changes, says, tiny_data, tiny_qwen2vl, tmp_path):
+    assert says in error_of(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, **changes))
+    assert not (tmp_path / 'run').exists()
+
+
+def test_the_global_batch_must_be_shared_evenly(tiny_data, tiny_qwen2vl, tmp_path):
+    cfg = configure(TRAIN, argv(tmp_path, tiny_data, tiny_qwen2vl, batch_size=9), train.SETTINGS)
+    with pytest.raises(ValueError, match="batch_size 9 is the global batch, and 2 processes can't"):
+        train.check_settings(cfg, world=2)
+    assert train.check_settings(cfg, world=3) is False  # nothing to resume there
+
+
+def test_the_script_itself_ends_in_one_line_and_exit_code_1(tiny_data, tmp_path):
+    (tmp_path / 'mllm').mkdir()
+    (tmp_path / 'mllm' / 'config.json').write_text('{"model_type": "videochat_flash_qwen"}')
+    args = argv(tmp_path / 'run', tiny_data, tmp_path / 'mllm')
+    assert launch(run_script, args, output=tmp_path / 'output') == [1]
+    text = (tmp_path / 'output.0').read_text()
+    assert text.startswith('train.py: backbone') and text.count('\n') == 1, text
+    assert "of family 'videochat_flash_qwen', which is not supported yet" in text
+
+
+@pytest.mark.parametrize('script', ['train.py', 'eval.py'])
+def test_help_and_typos_answer_without_torch(script, tmp_path):
+    (tmp_path / 'torch.py').write_text('raise SystemExit("torch was imported")')
+    env = {**os.environ, 'PYTHONPATH': str(tmp_path)}
+    answer = partial(subprocess.run, capture_output=True, text=True, env=env)
+    p = answer([sys.executable, ROOT / script, '--help'])
+    assert p.returncode == 0 and not p.stderr
+    for name, (_, default, _) in read_settings(str(ROOT / script)).items():
+        assert f'--{name} = {default!r}' in p.stdout
+    p = answer([sys.executable, ROOT / script, '--evil_batch_size=3'])
+    assert p.returncode == 1 and not p.stdout and p.stderr.count('\n') == 1
+    assert "unknown setting 'evil_batch_size', did you mean 'eval_batch_size'?" in p.stderr
+
+
+# -----------------------------------------------------------------------------
+# schedule and optimizer
+
+def test_lr_by_hand():
+    cfg = SimpleNamespace(learning_rate=8.0, epochs=3, warmup_epochs=1.0)
+    lr = [train.lr_at(step, 4, cfg) for step in range(13)]
+    assert lr[:5] == [2.0, 4.0, 6.0, 8.0, 8.0]  # a quarter more each step, then the top
+    assert lr[6] == pytest.approx(4 * (1 + math.sqrt(0.5)))  # a quarter of the way: cos 45 degrees
+    assert lr[8] == pytest.approx(4.0)  # half of the way: half of the top
+    assert lr[11] == pytest.approx(4 * (1 - math.cos(math.pi / 8)))  # the last step that is taken
+    assert lr[12] == pytest.approx(0.0, abs=1e-12)
+    cfg.warmup_epochs = 0.5
+    assert [train.lr_at(step, 4, cfg) for step in (0, 1, 2, 7)] == pytest.approx([4, 8, 8, 4])
+    cfg.warmup_epochs = 0.0
+    assert train.lr_at(0, 4, cfg) == 8.0
+
+
+def test_optimizer_groups(tiny_qwen2vl):
+    model = mars(tiny_qwen2vl)
+    cfg = SimpleNamespace(weight_decay=0.05, learning_rate=1e-3, beta1=0.9, beta2=0.95)
+    optimizer = train.make_optimizer(model, cfg, torch.device('cpu'))
+    names = {id(p): n for n, p in model.named_parameters()}
+    groups = {g['weight_decay']: [names[id(p)] for p in g['params']]
+              for g in optimizer.param_groups}
+    assert sorted(groups[0.0]) == ['b', 'log_gamma', 'slots', 'w']
+    assert groups.keys() == {0.0, 0.05}
+    everything = sorted(groups[0.0] + groups[0.05])
+    assert everything == sorted(n for n, p in model.named_parameters() if p.requires_grad)
+    assert len(everything) == len(set(everything)) == 4 + 2 * (7 * 3 + 2)
+    assert all(g['betas'] == (0.9, 0.95) and g['lr'] == 1e-3 for g in optimizer.param_groups)
+
+
+def test_weights_are_clipped_by_the_norm_of_the_whole_gradient(
+        tiny_data, tiny_qwen2vl, tmp_path, monkeypatch):
+    norms = []
+
+    class Spy(torch.optim.AdamW):
+        def step(self):
+            grads = [p.grad for g in self.param_groups for p in g['params']]
+            norms.append(torch.cat([g.flatten() for g in grads]).norm().item())
+            super().step()
+
+    monkeypatch.setattr(torch.optim, 'AdamW', Spy)
+    for name, clip in (('tight', 0.01), ('off', 0.0)):
+        train_here(argv(tmp_path / name, tiny_data, tiny_qwen2vl, max_steps=1, grad_clip=clip))
+    logged = lines(tmp_path / 'off')[0]['grad_norm']
+    assert lines(tmp_path / 'tight')[0]['grad_norm'] == logged > 0.1  # before clipping
+    assert norms == pytest.approx([0.01, logged], rel=1e-3)
+
+
+# -----------------------------------------------------------------------------
+# wandb
+
+def wandb_cfg(tmp_path, on=True):
+    return SimpleNamespace(out_dir=str(tmp_path), wandb=on, wandb_project='p')
+
+
+def test_wandb_is_imported_only_when_it_is_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, 'wandb', None)  # importing it now raises ImportError
+    Log(wandb_cfg(tmp_path, on=False), -1, quiet=False)({'step': 1, 'loss': 1.0})
+    assert 'wandb' not in capsys.readouterr().err
+    Log(wandb_cfg(tmp_path), -1, quiet=True)({'step': 2})  # rank 1 logs nowhere
+    assert 'wandb' not in capsys.readouterr().err and len(lines(tmp_path)) == 1
+
+
+def test_training_goes_on_without_wandb(tiny_data, tiny_qwen2vl, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, 'wandb', None)
+    train_here(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, max_steps=2, wandb=True))
+    assert capsys.readouterr().err.count('warning: wandb is off in this run') == 1
+    assert [row['step'] for row in lines(tmp_path / 'run') if 'loss' in row] == [1, 2]
+
+
+def test_a_wandb_that_fails_is_dropped(tmp_path, monkeypatch, capsys):
+    sent = []
+
+    def log(row, step):
+        sent.append((row, step))
+        if len(sent) == 2:
+            raise ConnectionError('no network')
+
+    fake = SimpleNamespace(init=lambda **kw: SimpleNamespace(log=log))
+    monkeypatch.setitem(sys.modules, 'wandb', fake)
+    logger = Log(wandb_cfg(tmp_path), -1, quiet=False)
+    for step in (1, 2, 3):
+        logger({'step': step})
+    assert sent == [({'step': 1}, 1), ({'step': 2}, 2)] and len(lines(tmp_path)) == 3
+    assert capsys.readouterr().err.count('no network') == 1
+
+    def init(**kw):
+        raise RuntimeError('api_key not configured')
+
+    fake.init = init
+    Log(wandb_cfg(tmp_path), 3, quiet=False)({'step': 4})
+    assert 'api_key not configured' in capsys.readouterr().err
+    assert [row['step'] for row in lines(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_half_written_log_line_is_dropped(tmp_path):
+    Path(tmp_path, 'log.jsonl').write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
+    Log(wandb_cfg(tmp_path, on=False), 2, quiet=False)({'step': 3})
+    assert lines(tmp_path) == [{'step': 1}, {'step': 2}, {'step': 3}]
+
+
+# -----------------------------------------------------------------------------
+# settings
+
+@pytest.mark.parametrize('file', sorted(p.name for p in (ROOT / 'config').glob('*.py')))
+def test_every_config_loads(file):
+    cfg = configure(TRAIN, [str(ROOT / 'config' / file)], train.SETTINGS)
+    assert cfg.out_dir == f"out/{file.removesuffix('.py')}"
+    assert cfg.backbone and cfg.batch_size % 2 == 0
+    assert cfg.val_split != 'test'
+
+
+@pytest.mark.parametrize('script, cls', [('train.py', None), ('eval.py', None),
+                                         ('model_mars.py', 'MARSConfig')])
+def test_every_setting_is_read_by_something(script, cls):
+    source = '\n'.join(p.read_text(encoding='utf-8') for p in ROOT.glob('*.py'))
+    for name in read_settings(str(ROOT / script), cls):
+        assert re.search(rf'\b(cfg|config|args)\.{name}\b', source), f'{name} is a dead setting'

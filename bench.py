@@ -119,7 +119,8 @@ def compare(variants, rounds, device, memory=True):
 def show(title, rows):
     """ The table for people. """
     print(f"\n{title}")
-    print(f"  {'':<28}{'ms':>9}   {'time ratio (min .. max)':<27}{'peak MiB':>9}{'ratio':>8}")
+    memory = f"{'peak MiB':>9}{'ratio':>8}" if 'peak_mib' in rows[0] else ''
+    print(f"  {'':<28}{'ms':>9}   {'time ratio (min .. max)':<27}{memory}")
     for r in rows:
         time_ratio = f"{r['time_ratio']:.3f} ({r['time_ratio_min']:.3f} .. " \
                      f"{r['time_ratio_max']:.3f})"

@@ -139,7 +139,8 @@ def read_frames(path, num_frames, sampler="uniform", reader="auto", size=0):
     """
     uint8 [T, H, W, 3], upright RGB. size > 0: the shorter side becomes size (antialiased bicubic,
     frame by frame while decoding), 0 keeps the native size. Raises BadVideo. A file of which only
-    a part decodes is read from that part, and named on stderr.
+    a part decodes is read from that part, and named on stderr. reader: auto is right on all we
+    have met; pyav gives the same, slower on long files; decord is that one alone, for comparison.
     """
     frames, partial = decode(path, num_frames, sampler, reader, size)
     if partial:
@@ -149,13 +150,7 @@ def read_frames(path, num_frames, sampler="uniform", reader="auto", size=0):
 
 def decode(path, num_frames, sampler="uniform", reader="auto", size=0):
     """-> (frames, None or a sentence saying what is missing)"""
-    if sampler not in SAMPLERS:
-        raise ValueError(f"sampler {sampler!r} is not one of {', '.join(SAMPLERS)}")
-    if reader not in ("auto", "decord", "pyav"):
-        raise ValueError(f"reader {reader!r} is not one of auto, decord, pyav")
-    module = "decord" if reader == "decord" else "av"
-    if importlib.util.find_spec(module) is None:
-        raise ImportError(f"reader={reader} needs {module}: pip install {module}")
+    check_names(sampler, reader)
     pick, head = SAMPLERS[sampler], None
     try:
         if not os.path.isfile(path):
@@ -180,6 +175,16 @@ def decode(path, num_frames, sampler="uniform", reader="auto", size=0):
                        f"or set on_bad_video=skip") from None
 
 
+def check_names(sampler, reader):
+    if sampler not in SAMPLERS:
+        raise ValueError(f"sampler {sampler!r} is not one of {', '.join(SAMPLERS)}")
+    if reader not in ("auto", "decord", "pyav"):
+        raise ValueError(f"reader {reader!r} is not one of auto, decord, pyav")
+    module = "decord" if reader == "decord" else "av"
+    if module not in sys.modules and importlib.util.find_spec(module) is None:
+        raise ValueError(f"reader={reader} needs the package {module}: pip install {module}")
+
+
 @dataclass
 class Head:
     """What a file says before it is decoded; packets are the compressed frames."""
@@ -192,10 +197,7 @@ class Head:
     closed: bool = True   # nothing between two keyframes is shown before the first of them
     end: float = 0.0      # time stamp of the last packet, seconds
     duration: float = 0.0
-    pixels: str = ""      # layout, width, height, interlacing of the first decoded frame
-    width: int = 0
-    height: int = 0
-    interlaced: bool = False
+    plain: bool = False   # frames are 8-bit 4:2:0, of even size, progressive, upright, up to 4K
     mirrored: bool = False  # upright = flipped top to bottom if mirrored, then turned
     turns: int = 0        # by so many quarters, counter-clockwise
     only: object = None   # the frame [H, W, 3] itself, if it is the only one (an image)
@@ -269,9 +271,11 @@ def scan(path):
         head.end = float(max((t for t in shown if t is not None), default=0) * s.time_base)
         head.duration = (c.duration or 0) / av.time_base
     if first is not None:
-        head.pixels, head.interlaced = first.format.name, first.interlaced_frame
-        head.width, head.height = first.width, first.height
+        w, h = first.width, first.height
         head.turns, head.mirrored = orientation(first)
+        head.plain = (first.format.name in ("yuv420p", "yuvj420p") and not first.interlaced_frame
+                      and w % 2 == h % 2 == 0 and w * h <= 4096 * 2304
+                      and not head.turns and not head.mirrored)
         if head.packets == 1 and not head.damaged:
             head.only = to_rgb(first, head)
         del first
@@ -302,16 +306,12 @@ def decord_is_right(head):
     """
     Where decord 0.6 hands out the same frames as decoding everything does. Elsewhere it is silently
     wrong: open GOPs and field-coded video (other frames than asked), edit lists (counts hidden
-    frames), more than 8 bits, odd sizes and turned video (other colours), mirrored, AV1 (fails).
+    frames), more than 8 bits, odd sizes and turned video (other colours), mirrored video. It fails
+    on AV1, and holds a gigabyte for one 8K clip.
     """
-    return (head.codec in ("h264", "hevc", "vp9")
-            and head.format.startswith(("mov,", "matroska,"))
-            and head.closed and not head.hidden and not head.damaged
-            and head.promised in (0, head.packets)
-            and head.pixels in ("yuv420p", "yuvj420p") and not head.interlaced
-            and head.width % 2 == 0 and head.height % 2 == 0
-            and not head.turns and not head.mirrored
-            and head.width * head.height <= 4096 * 2304)  # above that decord holds a gigabyte
+    return (head.plain and head.codec in ("h264", "hevc", "vp9") and head.closed
+            and head.format.startswith(("mov,", "matroska,")) and not head.damaged
+            and not head.hidden and head.promised in (0, head.packets))
 
 
 def decode_decord(path, T, pick, size, expected=None):
@@ -385,6 +385,7 @@ class Clips:
                  frame_cache="", on_bad_video="raise"):
         if on_bad_video not in ("raise", "skip"):
             raise ValueError(f"on_bad_video {on_bad_video!r} is not one of raise, skip")
+        check_names(sampler, reader)
         if not os.path.isdir(video_root or "."):
             raise FileNotFoundError(f"video_root {video_root} is no folder: set it to where the "
                                     f"videos are")

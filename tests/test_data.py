@@ -278,6 +278,13 @@ def test_pyav_reads_when_decord_is_missing_or_fails(files, monkeypatch, fake):
     assert np.array_equal(read(files / "pic.mp4"), want)
 
 
+def test_a_reader_that_is_not_installed_is_named_at_once(files, monkeypatch):
+    monkeypatch.delitem(sys.modules, "decord", raising=False)
+    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install decord"):
+        data.Pairs(items_of("ok.mp4"), files, 4, reader="decord", on_bad_video="skip")
+
+
 def test_turned_and_mirrored_videos_come_upright(files, tmp_path):
     plain = read(files / "pic.mp4", 2)
     # display matrix (a b; c d): pixel (x, y) is shown at (a x + c y, b x + d y)
@@ -308,8 +315,8 @@ def test_hidden_frames_of_a_cut_are_not_counted(files):
 
 
 @pytest.mark.parametrize("name, says", [
-    ("zero.mp4", "empty (0 bytes)"), ("text.mp4", "it is no video"), ("audio.mp4", "no video stream"),
-    ("no_index.mp4", "cut off before its index"), ("missing.mp4", "no such file")])
+    ("zero.mp4", "empty (0 bytes)"), ("text.mp4", "it is no video"),
+    ("audio.mp4", "no video stream, only audio"), ("no_index.mp4", "cut off before its index"), ("missing.mp4", "no such file")])
 @pytest.mark.parametrize("reader", ["auto", "pyav", "decord"])
 def test_unreadable_file_is_named_with_its_reason(files, name, says, reader):
     with pytest.raises(ValueError) as e:
@@ -351,7 +358,7 @@ def test_unknown_names_are_errors(files):
     with pytest.raises(ValueError, match="sampler 'random' is not one of uniform, linspace"):
         data.read_frames(str(files / "ok.mp4"), 4, sampler="random")
     with pytest.raises(ValueError, match="reader 'cv2' is not one of"):
-        data.read_frames(str(files / "ok.mp4"), 4, reader="cv2")
+        data.Pairs(items_of("ok.mp4"), files, 4, reader="cv2")
 
 
 def test_an_8k_clip_takes_less_than_500_mb(tmp_path):
@@ -380,13 +387,14 @@ def test_pairs_texts_and_videos(files):
     items = items_of("ok.mp4", "three.mp4")
     items[1].captions.append("third")
     pairs = data.Pairs(items, files, 4)
-    assert [(s.id, s.caption, s.index, indices(s.frames)) for s in map(pairs.__getitem__, range(5))] \
+    got = [pairs[i] for i in range(5)]
+    assert [(s.id, s.caption, s.index, indices(s.frames)) for s in got] \
         == [("id0", "ok.mp4 one", 0, [12, 37, 62, 87]), ("id0", "ok.mp4 two", 0, [12, 37, 62, 87]),
             ("id1", "three.mp4 one", 1, [0, 1, 1, 2]), ("id1", "three.mp4 two", 1, [0, 1, 1, 2]),
             ("id1", "third", 1, [0, 1, 1, 2])]
     texts = data.Texts(items)
     assert len(texts) == 5 and texts.owner == [0, 0, 1, 1, 1]
-    assert (texts[4].id, texts[4].caption, texts[4].index, texts[4].frames) == ("id1", "third", 1, None)
+    assert texts[4] == data.Sample("id1", "third", None, 1)
     videos = data.Videos(items, files, 4)
     assert len(videos) == 2 and videos[1].caption is None and videos[1].index == 1
     assert indices(videos[1].frames) == [0, 1, 1, 2]
@@ -531,7 +539,8 @@ def test_loader_keeps_the_order_and_the_global_random_state(workers):
     sampler = data.StepSampler(16, 4, seed=1)
     state = torch.get_rng_state()
     got = list(data.make_loader(texts, sampler, list_of, workers))
-    assert [[s.caption for s in b] for b in got] == [[texts.captions[i] for i in b] for b in sampler]
+    want = [[texts.captions[i] for i in batch] for batch in sampler]
+    assert [[s.caption for s in batch] for batch in got] == want
     assert torch.equal(torch.get_rng_state(), state)
 
 

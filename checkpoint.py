@@ -19,6 +19,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -40,25 +41,33 @@ def write_atomic(path, text):
     os.replace(temporary, path)
 
 
+def remove(path):
+    """ A folder, file or link; of a link not what it points to. """
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    elif os.path.lexists(path):
+        os.remove(path)
+
+
 def point(out_dir, name, target):
     """ The link out_dir/name -> target, new or replaced. """
     temporary = os.path.join(out_dir, f'.{name}.{os.getpid()}.tmp')
-    if os.path.lexists(temporary):
-        os.remove(temporary)
+    remove(temporary)
     os.symlink(target, temporary)
     os.replace(temporary, os.path.join(out_dir, name))
 
 
 def save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best):
     """
-    Writes step_XXXXXX, points `latest` (and `best`) to it, removes what neither points to. One
-    process only. A checkpoint that is there already, of the same step, is kept.
+    Writes step_XXXXXX, points `best` (if it is) and `latest` to it, removes what neither points to.
+    One process only.
     """
     name = f'step_{step:06d}'
     folder = os.path.join(cfg.out_dir, name)
-    if not os.path.isdir(folder):
+    if folder not in linked(cfg.out_dir):
+        remove(folder)  # nothing points to it: half removed, or of a run that died before it began
         temporary = os.path.join(cfg.out_dir, f'.{name}.{os.getpid()}.tmp')
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
         os.makedirs(os.path.join(temporary, 'state'))
         save_file({k: v.contiguous() for k, v in model.trainable_state().items()},
                   os.path.join(temporary, 'model.safetensors'))
@@ -69,15 +78,38 @@ def save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best):
                    os.path.join(temporary, 'state', 'state.pt'))
         write_atomic(os.path.join(temporary, 'config.json'), config_json)
         os.rename(temporary, folder)
-    point(cfg.out_dir, 'latest', name)
+    # `best` first: a run killed between the two comes here once more. The other way round it would
+    # go on from a state that names a best step to which no link points
     if is_best:
         point(cfg.out_dir, 'best', name)
-    kept = {os.path.realpath(os.path.join(cfg.out_dir, link)) for link in ('latest', 'best')}
+    point(cfg.out_dir, 'latest', name)
     for entry in os.listdir(cfg.out_dir):
         path = os.path.join(cfg.out_dir, entry)
-        half_written = entry.startswith('.step_') and entry.endswith('.tmp')
-        if half_written or (entry.startswith('step_') and os.path.realpath(path) not in kept):
-            shutil.rmtree(path, ignore_errors=True)
+        # left by a kill; eval.py may be writing its metrics.json right now
+        half_written = entry.endswith('.tmp') and not entry.startswith('metrics')
+        if half_written or (entry.startswith('step_') and path not in linked(cfg.out_dir)):
+            remove(path)
+
+
+def linked(out_dir):
+    """ The folders that `latest` and `best` point to. """
+    links = (os.path.join(out_dir, name) for name in ('latest', 'best'))
+    return {os.path.join(out_dir, os.readlink(link)) for link in links if os.path.islink(link)}
+
+
+def read(path, reader):
+    """ reader(path); ValueError naming the file, whatever is wrong with it. """
+    try:
+        return reader(path)
+    except Exception as e:  # those of json, safetensors, zip and pickle share no base class
+        reason = (str(e).splitlines() or [type(e).__name__])[0]
+        raise ValueError(f"can't read {path}: {reason}; restore it, point latest to another "
+                         "step_* folder, or start over in another --out_dir") from None
+
+
+def read_json(path):
+    with open(path, encoding='utf-8') as f:
+        return json.load(f)
 
 
 def load_checkpoint(cfg, model, optimizer, config_json):
@@ -86,17 +118,17 @@ def load_checkpoint(cfg, model, optimizer, config_json):
     ValueError when the run was started with settings that compute something else.
     """
     folder = os.path.join(cfg.out_dir, 'latest')
-    with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
-        old = json.load(f)['settings']
+    old = read(os.path.join(folder, 'config.json'), read_json)['settings']
     new = json.loads(config_json)['settings']
     differ = [f"{k} = {old.get(k)!r}, now {new.get(k)!r}" for k in sorted(old.keys() | new.keys())
               if k not in MAY_CHANGE and old.get(k) != new.get(k)]
     if differ:
         raise ValueError(f"{cfg.out_dir} was started with other settings ({'; '.join(differ)}): "
                          "set them back to resume, or use another --out_dir")
-    model.load_trainable(load_file(os.path.join(folder, 'model.safetensors')))
-    state = torch.load(os.path.join(folder, 'state', 'state.pt'), map_location='cpu',
-                       weights_only=True)
+    tensors = read(os.path.join(folder, 'model.safetensors'), load_file)
+    state = read(os.path.join(folder, 'state', 'state.pt'),
+                 partial(torch.load, map_location='cpu', weights_only=True))
+    model.load_trainable(tensors)
     optimizer.load_state_dict(state['optimizer'])
     return state['step'], state['best']
 

@@ -86,7 +86,9 @@ from checkpoint import Log, describe, load_checkpoint, save_checkpoint, write_at
 
 def init_distributed(device='auto'):
     """ (rank, world, torch device); joins torchrun's group: nccl on GPUs, gloo on CPUs. """
-    use_cuda = device == 'cuda' or (device in ('auto', '') and torch.cuda.is_available())
+    if device not in ('auto', 'cpu', 'cuda'):
+        raise ValueError(f"device is '{device}' and must be auto, cpu or cuda")
+    use_cuda = device == 'cuda' or (device == 'auto' and torch.cuda.is_available())
     if use_cuda and not torch.cuda.is_available():
         raise ValueError("device is 'cuda' and torch finds no GPU here; use --device=cpu")
     if 'RANK' not in os.environ:
@@ -223,13 +225,13 @@ def set_rng_state(state, device):
         torch.cuda.set_rng_state(state[1], device)
 
 
-def check_finite(loss, norm, step, chunks, names, model):
+def check_finite(loss, norm, step, chunks, names, model, autocast):
     """ FloatingPointError, on all ranks alike, at a loss or gradient that is not finite. """
     if math.isfinite(loss) and math.isfinite(norm):
         return
     bad, start = [], 0
     unwrap(model).eval()
-    with torch.no_grad():
+    with torch.no_grad(), autocast():
         for chunk in chunks:  # which items are to blame? their own features tell
             for side in unwrap(model)(chunk):
                 for v in side.values():
@@ -279,9 +281,11 @@ def check_settings(cfg, world):
         raise ValueError(f"warmup_epochs {cfg.warmup_epochs} is more than epochs {cfg.epochs}")
     lowest = {'log_every': 1, 'eval_batch_size': 1, 'batch_size': 2}
     for key in ('epochs', 'warmup_epochs', 'chunk_size', 'num_workers', 'save_every', 'max_steps',
-                'grad_clip', 'weight_decay', 'learning_rate', 'frame_size', *lowest):
+                'grad_clip', 'weight_decay', 'learning_rate', 'frame_size', 'seed', *lowest):
         if not lowest.get(key, 0) <= getattr(cfg, key) < math.inf:
             raise ValueError(f"{key} is {getattr(cfg, key)}, the least is {lowest.get(key, 0)}")
+    if cfg.sampler not in datalib.SAMPLERS:
+        raise ValueError(f"sampler '{cfg.sampler}' is not one of {', '.join(datalib.SAMPLERS)}")
     pick({'t2v': METRICS, 'v2t': METRICS, 'SumR': 0}, cfg.select_metric)
     started = os.path.lexists(os.path.join(cfg.out_dir, 'latest'))
     if started and not cfg.resume:
@@ -333,7 +337,10 @@ def one_line_errors(run):
     except (ValueError, OSError, FloatingPointError) as e:
         if os.environ.get('NANOTVR_TRACEBACK'):
             raise
-        sys.exit(f"{os.path.basename(sys.argv[0])}: {e}  (NANOTVR_TRACEBACK=1 shows where)")
+        text = str(e).strip().splitlines() or [type(e).__name__]
+        # a loader's worker hands its error over as a formatted traceback: the last line says it
+        text = text[-1] if text[0].startswith('Caught') else ' '.join(text)
+        sys.exit(f"{os.path.basename(sys.argv[0])}: {text}  (NANOTVR_TRACEBACK=1 shows where)")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -441,7 +448,7 @@ def main(cfg):
             else:
                 loss, logs = cached_step(train_model, chunks, ids, autocast)
             norm = torch.nn.utils.clip_grad_norm_(trained, cfg.grad_clip or math.inf)
-            check_finite(loss.item(), norm.item(), step, chunks, names, model)
+            check_finite(loss.item(), norm.item(), step, chunks, names, model, autocast)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
@@ -466,6 +473,8 @@ def main(cfg):
     bar.close()
     if pairs.clips.skipped():
         say(f"skipped {len(pairs.clips.skipped())} unreadable videos: {pairs.clips.skipped()[:8]}")
+    if best is None:  # a run that was stopped in its first epoch and now goes no further
+        best = {'score': math.nan, 'step': None}
     say(f"done: {step} steps, best {cfg.select_metric} on {cfg.val_split} {best['score']:.2f} at "
         f"step {best['step']}; next: python eval.py --ckpt {cfg.out_dir}")
 

@@ -94,7 +94,7 @@ def argv(out, data, backbone, **changes):
 
 
 def run(args, strike=None):
-    """ A whole run. strike (n, ranks, signal): in their n-th step these ranks send it to themselves. """
+    """ A whole run. strike (n, ranks, signal): in the n-th step these ranks send it themselves. """
     steps = {'n': 0}
 
     def struck(step, *args):
@@ -165,7 +165,7 @@ LEARNED = dict(num_slots=3, lora_r=4, lora_alpha=8, learn_gamma=True, gamma=20.0
 
 
 def mars(path, **settings):
-    """ MARS with every parameter off its start, where lora_B is zero and lora_A has no gradient. """
+    """ MARS with every parameter off its start: lora_B = 0 would leave lora_A no gradient. """
     torch.manual_seed(0)
     model = MARS(MARSConfig(backbone=path, **{**LEARNED, **settings}), backbones.load(path))
     with torch.no_grad():
@@ -403,7 +403,7 @@ class Killed(BaseException):
 
 
 class Bystander(torch.nn.Module):
-    """ A model as far as a checkpoint knows. Its weights are the number of steps it was trained. """
+    """ A model as far as a checkpoint knows. Its weights are the number of the step. """
 
     def __init__(self):
         super().__init__()
@@ -699,7 +699,7 @@ def test_a_run_that_was_stopped_before_any_validation_may_end_there(
     (dict(backbone=''), 'backbone is empty'),
     (dict(warmup_epochs=3), 'warmup_epochs 3.0 is more than epochs 2'),
     (dict(learning_rate=-1), 'learning_rate is -1.0, the least is 0'),
-    (dict(learning_rate='nan'), 'learning_rate is nan'),
+    (dict(learning_rate='nan'), 'learning_rate expects float'),
     (dict(seed=-1), 'seed is -1, the least is 0'),
     (dict(beta2=1.5), 'beta'),
     (dict(dtype='fp16'), "dtype is 'fp16' and must be auto, bfloat16 or float32"),
@@ -709,8 +709,19 @@ def test_a_run_that_was_stopped_before_any_validation_may_end_there(
     (dict(on_bad_video='ignore'), "on_bad_video 'ignore' is not one of"),
 ])
 def test_a_wrong_start_is_one_clear_line(changes, says, tiny_data, tiny_qwen2vl, tmp_path):
-    assert says in error_of(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, **changes))
+    changes = {**dict(data=tiny_data, backbone=tiny_qwen2vl), **changes}
+    assert says in error_of(argv(tmp_path / 'run', **changes))
     assert not (tmp_path / 'run').exists()
+
+
+def test_an_error_in_a_loaders_worker_is_one_line_too(
+        tiny_data, tiny_qwen2vl, tmp_path, monkeypatch):
+    def fit_size(*args):
+        raise ValueError('a frame is too thin')
+
+    monkeypatch.setattr(backbones, 'fit_size', fit_size)
+    text = error_of(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, num_workers=1))
+    assert text.count('a frame is too thin') == 1 and 'Traceback' not in text
 
 
 def test_the_global_batch_must_be_shared_evenly(tiny_data, tiny_qwen2vl, tmp_path):

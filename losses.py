@@ -30,17 +30,17 @@ def _all_gather(x):
     W, x = _world(), x.detach().contiguous()
     # ranks with unequal shapes hang or return garbage in the collective: compare the shapes first
     mine = torch.tensor([x.dim(), *x.shape, *[0] * (7 - x.dim())], device=x.device)  # [8]
-    shapes = mine.new_empty(W * 8)
-    dist.all_gather_into_tensor(shapes, mine)
-    shapes = [tuple(s[1 : 1 + s[0]]) for s in shapes.view(W, 8).tolist()]
+    shapes = [torch.empty_like(mine) for _ in range(W)]
+    dist.all_gather(shapes, mine)
+    shapes = [tuple(s[1 : 1 + s[0]]) for s in torch.stack(shapes).tolist()]
     if len(set(shapes)) > 1:
         raise ValueError(
             f"gather: every rank must hold the same shape, got {shapes} for ranks 0 to {W - 1}; "
             "use drop_last and a global batch that the number of ranks divides"
         )
-    out = x.new_empty(W * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(out, x)
-    return out  # [W*B, ...]
+    out = [torch.empty_like(x) for _ in range(W)]
+    dist.all_gather(out, x)
+    return torch.cat(out)  # [W*B, ...]
 
 
 class _Gather(torch.autograd.Function):

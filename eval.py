@@ -69,7 +69,7 @@ def ranks(sim, target):
             Of several the best ranked counts, and the other right ones are not in its way.
     """
     sim = torch.as_tensor(sim)
-    sim = sim if sim.dtype == torch.float64 else sim.float()       # bf16 would make ties of its own
+    sim = sim if sim.dtype == torch.float64 else sim.float()
     check_finite(sim)
     own = target_mask(target, sim.shape)                           # [Nq, Ng]
     best = sim.masked_fill(~own, float("-inf")).amax(1, keepdim=True)
@@ -199,8 +199,8 @@ def similarity(score, text, video, tile=TILE, device="cpu"):
     """
     score (model.similarity or slot_similarity) in tiles over both axes -> fp32 [..., Nt, Nv].
 
-    Matrix products treat the odd rows at an edge differently in the last bit. So tiles are filled up
-    to a multiple of 64 by repeating an item, and the tile's size changes no bit and breaks no tie.
+    Matrix products treat the odd rows at an edge differently in the last bit. So tiles are filled
+    up to a multiple of 64 by repeating an item: the tile's size changes no bit and breaks no tie.
     """
     def tiles(features):
         n = len(next(iter(features.values())))

@@ -27,10 +27,10 @@ model = "mars"              # which model
 # pairs per step, over
 # all processes
 batch_size = 12 * 2
-# ---- optimizer ----
 lr: float = 1               # peak rate,
                             # reached after warmup
 clip: float | None = None   # gradient norm
+# ---- logs ----
 wandb = False
 ckpt: str | None = None
 rates = (1, 0.5)            # merge rates
@@ -164,7 +164,8 @@ def test_the_model_brings_its_fields(here):
     ("--out_dir=2026", "out_dir", "2026"), ("--out_dir 1e-4", "out_dir", "1e-4"),
     ("--out_dir=a=b", "out_dir", "a=b"), ("--out_dir=true", "out_dir", "true"),
     ("--out_dir=--x", "out_dir", "--x"), ("--out_dir=x.py", "out_dir", "x.py"),
-    ("--out_dir=", "out_dir", ""), ("--ckpt=x.pt", "ckpt", "x.pt"), ("--ckpt=7", "ckpt", "7"),
+    ("--out_dir='x'", "out_dir", "'x'"), ("--out_dir=", "out_dir", ""),
+    ("--ckpt=x.pt", "ckpt", "x.pt"), ("--ckpt=7", "ckpt", "7"),
     ("--ckpt=None", "ckpt", None), ("--rates=(1,.25)", "rates", (1.0, 0.25)),
     ("--rates=[1,2]", "rates", (1.0, 2.0)), ("--rates 1,2", "rates", (1.0, 2.0)),
     ("--layers=(3,4)", "layers", (3, 4)), ("--layers=None", "layers", None),

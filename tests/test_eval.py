@@ -135,12 +135,12 @@ def test_metrics_do_not_depend_on_the_order_of_texts_or_videos():
         assert E.both_directions(P, P, columns.argsort()[owner[rows]], protocol) == a
 
 
-def test_half_precision_is_compared_in_fp32():
-    # 1 and 1.0078 are neighbours in bf16; a target between them must not tie with either
-    sim = torch.tensor([[1.0, 1.0078125]], dtype=torch.bfloat16)
-    assert E.ranks(sim, [0]).item() == 2 and E.ranks(sim, [1]).item() == 1
-    # and fp64 is not rounded down: these two are equal in fp32
-    assert E.ranks(torch.tensor([[1.0, 1 + 1e-12]], dtype=torch.float64), [0]).item() == 2
+def test_scores_of_any_type_are_ranked_as_they_are():
+    # 1 and 1.0078 are neighbours in bf16, 1 and 1 + 1e-12 are one number in fp32
+    half = torch.tensor([[1.0, 1.0078125]], dtype=torch.bfloat16)
+    double = np.array([[1.0, 1 + 1e-12]])
+    for sim in (half, double, np.array([[1, 2]]), [[1, 2]]):
+        assert E.ranks(sim, [0]).tolist() == [2] and E.ranks(sim, np.array([1])).tolist() == [1]
 
 
 def test_a_wrong_shape_or_target_is_an_error():

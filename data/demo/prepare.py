@@ -3,10 +3,10 @@ Renders the demo data: short H.264 clips of two events in sequence, captions fro
 
     python data/demo/prepare.py               # train 3000, val 200, test 500 clips, then a no-op
 
-An event is (size, colour, shape, motion); a clip is a pair of events. The test gallery is
+An event is (size, colour, shape, motion); a clip is a pair of events. The galleries are
 adversarial: most clips come in families of four that a bag of words (or of frames) confuses, see
-`families`. No pair of events of the test split occurs, in either order, in another split, and
-pretrain.py skips those pairs too.
+`families`. No pair of events of a split occurs, in either order, in another one, and pretrain.py
+skips those of val and test too.
 
 clip (event1, event2) --render--> uint8 [T, S, S, 3] --write_mp4--> videos/<id>.mp4
                       --captions--> sentences -----------------> {train,val,test}.jsonl
@@ -76,15 +76,16 @@ def unordered(clip):
     return tuple(sorted(clip))
 
 
-def families(n, rng):
-    """n adversarial clips as (clip, kind, family): three more clips for every base clip.
+def families(n, rng, taken=()):
+    """n adversarial clips as (clip, kind, family): three more clips for every base clip. None of
+    them is in `taken` (unordered pairs).
 
     order   the same two events the other way round: the same words in the captions
     colour  the two colours exchanged: the same words again
     motion  one event's motion reversed: the same still frames in another order
     A tenth of the clips are `single`: nothing in the gallery was made to look like them.
     """
-    out, seen, family = [], set(), 0
+    out, seen, taken, family = [], set(), set(taken), 0
     while len(out) < n:
         first, second = random_clip(rng)
         single = len(out) >= n - n // 10 or len(out) + 4 > n
@@ -102,6 +103,8 @@ def families(n, rng):
             group["motion"] = tuple(turned)
         if len(set(group.values())) < len(group) or seen & set(group.values()):
             continue  # e.g. two events that differ in nothing but the colour
+        if taken & {unordered(clip) for clip in group.values()}:
+            continue
         seen |= set(group.values())
         out += [(clip, kind, family) for kind, clip in group.items()]
         family += 1
@@ -120,18 +123,20 @@ def random_clips(n, rng, taken):
     return out
 
 
+def phrases(event, rng):
+    """Words for one event: 'a tiny red disc' and the two forms of a verb."""
+    pick = lambda options: options[int(rng.integers(len(options)))]
+    size, colour, shape, motion = event
+    noun = f"a {pick(SIZES[size])} {pick(COLOUR_WORDS[colour])} {pick(SHAPES[shape])}"
+    return noun, pick(MOTIONS[motion])
+
+
 def caption(clip, rng, pattern=None):
     """One sentence for a clip. The words and the pattern are drawn with rng."""
-    pick = lambda options: options[int(rng.integers(len(options)))]
-    nouns, verbs = [], []
-    for size, colour, shape, motion in clip:
-        size, colour, shape = pick(SIZES[size]), pick(COLOUR_WORDS[colour]), pick(SHAPES[shape])
-        nouns.append(f"a {size} {colour} {shape}")
-        verbs.append(pick(MOTIONS[motion]))
+    (a, (va, _)), (b, (vb, ib)) = (phrases(event, rng) for event in clip)
     if pattern is None:
         pattern = int(rng.integers(len(PATTERNS)))
-    return PATTERNS[pattern].format(A=nouns[0], B=nouns[1], va=verbs[0][0], vb=verbs[1][0],
-                                    ib=verbs[1][1])
+    return PATTERNS[pattern].format(A=a, B=b, va=va, vb=vb, ib=ib)
 
 
 def captions(clip, rng, n):
@@ -255,22 +260,17 @@ def write_mp4(path, video, fps=FPS):
 
 def splits(seed, n_train, n_val, n_test):
     """{"train" | "val" | "test": list of jsonl records}, the same for the same arguments."""
-    test = families(n_test, np.random.default_rng([seed, 0]))
-    taken = {unordered(clip) for clip, _, _ in test}
-    val = random_clips(n_val, np.random.default_rng([seed, 1]), taken)
-    taken |= {unordered(clip) for clip in val}
-    train = random_clips(n_train, np.random.default_rng([seed, 2]), taken)
-    plan = {"train": [(clip, None, None) for clip in train],
-            "val": [(clip, None, None) for clip in val], "test": test}
-    out = {}
-    for k, (split, clips) in enumerate(plan.items()):
+    out, taken = {}, set()
+    for k, (split, n) in enumerate((("test", n_test), ("val", n_val), ("train", n_train))):
+        clips = families(n, np.random.default_rng([seed, k]), taken)
+        taken |= {unordered(clip) for clip, _, _ in clips}
         rng = np.random.default_rng([seed, 3, k])
         out[split] = []
         for i, (clip, kind, family) in enumerate(clips):
             name = f"{split}_{i:05d}"
-            record = {"id": name, "video": name + ".mp4", "captions": captions(clip, rng, 2),
-                      "events": clip}
-            out[split].append(record | ({"kind": kind, "family": family} if kind else {}))
+            out[split].append({"id": name, "video": name + ".mp4",
+                               "captions": captions(clip, rng, 2),
+                               "events": clip, "kind": kind, "family": family})
     return out
 
 

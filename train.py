@@ -200,11 +200,9 @@ def cached_step(model, chunks, ids, autocast):
         last = i == len(chunks) - 1
         if model is not bare:
             model.require_backward_grad_sync = last  # DDP reads it in forward: set before that
-        now = rng_state(ids.device)
-        set_rng_state(state, ids.device)
+        set_rng_state(state, ids.device)  # the last chunk leaves it where pass 1 did
         with autocast():
             features = model(chunk)
-        set_rng_state(now, ids.device)
         # the gradient of <feature, constant g> is g pulled back through the encoder
         surrogate = sum((side[k] * g[k][i]).sum() for side, g in zip(features, cut)
                         for k in side if g[k] is not None)

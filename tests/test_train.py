@@ -517,6 +517,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(trapped, is_best, monkey
     while True:
         shutil.rmtree(trapped.cfg.out_dir, ignore_errors=True)
         os.makedirs(trapped.cfg.out_dir)
+        monkeypatch.setattr(os, 'getpid', lambda: 4_000_001)
         save(trapped, model, 1, first, is_best=True)
         save(trapped, model, 2, first)
         with Trap(at) as trap:
@@ -524,20 +525,26 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(trapped, is_best, monkey
         if trap.seen <= at:  # it was not killed any more
             break
         step, best = load(trapped)
-        load(trapped, 'best')
+        of_best, _ = load(trapped, 'best')
         assert step in (2, 3) and best == (third if step == 3 else first)
-        reached.add(step)
+        reached.add((step, of_best))
+        new = Path(trapped.cfg.out_dir, 'step_000003')  # it appears at once, with all it has
+        assert not new.exists() or len([p for p in new.rglob('*') if p.is_file()]) == 5
+        inode = os.stat(os.path.join(trapped.cfg.out_dir, 'best')).st_ino
         # resumed, in another process: the lost step comes again, and then one that is not best
-        monkeypatch.setattr(os, 'getpid', lambda: 4_000_000 + at)
+        monkeypatch.setattr(os, 'getpid', lambda: 4_000_002)
         if step == 2:
             save(trapped, model, 3, third, is_best)
+        if of_best == third['step']:  # never taken away while `best` points to it
+            assert os.stat(os.path.join(trapped.cfg.out_dir, 'best')).st_ino == inode
         save(trapped, model, 4, third)
         assert load(trapped) == (4, third)
         assert load(trapped, 'best')[0] == third['step']
         assert sorted(os.listdir(trapped.cfg.out_dir)) == [
             'best', 'latest', f"step_{third['step']:06d}", 'step_000004']
         at += 1
-    assert at > 20 and reached == {2, 3}
+    assert at > 20
+    assert reached == ({(2, 1), (2, 3), (3, 3)} if is_best else {(2, 1), (3, 1)})
 
 
 def test_a_kill_in_the_first_save_leaves_nothing_in_the_way(trapped):

@@ -169,7 +169,7 @@ def bottleneck_mask(attention_mask, first, squeeze, width=5):
     answer = at[None, :, None] >= first[:, None, None]                               # [B, L, 1]
     content = at[None, None, :] < (first - width)[:, None, None]                     # [B, 1, L]
     ok = ok & ~(answer & content & squeeze[:, None, None])
-    ok = ok | (at[None, :] == at[:, None])  # a row of padding that sees nothing would be NaN
+    # the least float, not -inf: a row of padding that sees nothing stays finite
     return torch.zeros(ok.shape).masked_fill(~ok, torch.finfo(torch.float32).min)[:, None]
 
 
@@ -188,7 +188,7 @@ def caption_loss(backbone, inputs, squeeze):
 
 @torch.no_grad()
 def answers(backbone, inputs, squeeze=False, longest=40):
-    """Greedy decoding of B prompts of equal length; without a cache, the sequences are short."""
+    """Greedy decoding after B prompts padded on the left; no cache, the sequences are short."""
     B, L = inputs["input_ids"].shape
     end = backbone.tokenizer.convert_tokens_to_ids("<|im_end|>")
     first, squeeze = torch.full((B,), L), torch.full((B,), squeeze)
@@ -207,11 +207,12 @@ def answers(backbone, inputs, squeeze=False, longest=40):
     return [backbone.tokenizer.decode(r[:r.index(end)] if end in r else r) for r in rows]
 
 
-def caption_accuracy(backbone, clips, frames, squeeze):
-    """Greedy captions of held-out clips: share of right words per attribute and of right clips."""
-    texts = []
+def accuracy(backbone, clips, side, given, squeeze):
+    """Greedy answers about held-out clips (or captions): the share of right words per attribute, of
+    clips where all eight are right, and one answer. given [n]: frames or captions."""
+    texts, prompt = [], {"frames": VIDEO_PROMPTS, "captions": TEXT_PROMPTS}[side][0][0]
     for i in range(0, len(clips), 50):
-        inputs = backbone.collate(VIDEO_PROMPTS[0][0], frames=list(frames[i:i + 50]))
+        inputs = backbone.collate(prompt, **{side: list(given[i:i + 50])}, padding_side="left")
         texts += answers(backbone, inputs, squeeze)
     right = np.zeros((len(clips), 2, 4), dtype=bool)
     for row, clip, text in zip(right, clips, texts):
@@ -220,7 +221,18 @@ def caption_accuracy(backbone, clips, frames, squeeze):
             row[:] = [[a == b for a, b in zip(x, y)] for x, y in zip(read, clip)]
     names = ("size", "colour", "shape", "motion")
     out = {name: round(float(right[:, :, k].mean()), 4) for k, name in enumerate(names)}
-    return out | {"clip": round(float(right.all((1, 2)).mean()), 4)}, texts
+    return out | {"clip": round(float(right.all((1, 2)).mean()), 4), "example": texts[0]}
+
+
+def report_qwen2_vl(backbone, clips, frames, rng):
+    given = {"frames": frames, "captions": [prepare.caption(clip, rng) for clip in clips]}
+    report = {}
+    for side, values in given.items():
+        for name, squeeze in (("free", False), ("bottleneck", True)):
+            found = accuracy(backbone, clips, side, values, squeeze)
+            report[f"{side}_{name}"] = found
+            print(f"{len(clips)} held-out {side}, {name}:", found, "| is", plain(clips[0], 2))
+    return report
 
 
 def train_qwen2_vl(args, folder):
@@ -260,10 +272,7 @@ def train_qwen2_vl(args, folder):
     log = fit(model, loss_fn, args)
     model.eval()
     report = {"loss": log, "parameters": sum(p.numel() for p in model.parameters())}
-    for name, squeeze in (("free", False), ("bottleneck", True)):
-        report[name], texts = caption_accuracy(backbone, test_clips, test_frames, squeeze)
-        print(f"accuracy on 200 held-out clips, {name}:", report[name])
-    print(f"for example: {texts[0]!r}, is {test_clips[0]}")
+    report |= report_qwen2_vl(backbone, test_clips, test_frames, rng)
     model.to(torch.bfloat16).save_pretrained(folder)  # half the bytes; loads as float32 too
     return report
 

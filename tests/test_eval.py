@@ -49,6 +49,10 @@ def test_both_directions_by_hand():
     assert best["v2t"] == v2t
     assert group["v2t"] == {**v2t, "MdR": 1.5, "MnR": 1.5}
     assert best["SumR"] == pytest.approx(700 / 3 + 250)
+    # each direction has scores of its own: with the signs turned, V2T best is 1, 1; group 1, 1
+    turned = E.both_directions(S32, -S32, OWNER, "best")
+    assert turned["t2v"] == best["t2v"] and turned["v2t"]["MnR"] == 1
+    assert E.both_directions(S32, -S32, OWNER, "group")["v2t"]["MnR"] == 1
 
 
 def test_all_ties_are_the_middle_rank_wherever_the_target_stands():
@@ -210,7 +214,7 @@ def test_the_tile_size_changes_no_bit(nt, nv, tiles):
     whole = E.similarity(score, text, video)
     assert whole.dtype == torch.float32
     torch.testing.assert_close(whole, score(text, video))
-    torch.testing.assert_close(E.similarity(slots, text, video, tile=3), slots(text, video))
+    torch.testing.assert_close(E.similarity(slots, text, video, tile=40), slots(text, video))
     for tile in tiles:
         assert torch.equal(E.similarity(score, text, video, tile=tile), whole)
 
@@ -417,6 +421,7 @@ def run(tmp_path_factory, tiny_qwen2vl, tiny_data):
     os.makedirs(out)
     cfg = configure(str(ROOT / "train.py"), [
         f"--backbone={tiny_qwen2vl}", f"--data={tiny_data}", f"--out_dir={out}", "--lora_r=4",
+        f"--video_root={tiny_data}/videos",
         "--num_frames=4", "--num_slots=3", "--eval_batch_size=4", "--num_workers=0",
         "--device=cpu"], train.SETTINGS)
     model = train.build_model(cfg, torch.device("cpu"))
@@ -488,7 +493,8 @@ def encode_on_rank(rank, world, folder):
 
 def test_three_processes_drop_and_repeat_nothing(tmp_path):
     # 10 items in batches of 4 for 3 ranks, and item 5 cannot be read
-    torch.multiprocessing.spawn(encode_on_rank, (3, str(tmp_path)), nprocs=3)
+    torch.multiprocessing.start_processes(encode_on_rank, (3, str(tmp_path)), nprocs=3,
+                                          start_method="fork")  # torch is imported already
     got = [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)]
     assert [seen for _, _, seen in got] == [[4], [3], [2]]
     for z, kept, _ in got:
@@ -505,9 +511,9 @@ def test_settings_of_the_command_line_go_over_the_runs(run, capsys):
     assert cfg.num_frames == 2 and step.name == "step_000007"
     out = capsys.readouterr().out
     assert out.count("warning:") == 2 and "num_frames is 2 here and 4 in training" in out
-    args = settings("--ckpt", run.out, "--data=data/other")
-    run_settings = json.loads(Path(run.out, "best", "config.json").read_text())["settings"]
-    assert run_settings["video_root"] == "" and E.load_settings(args)[0].video_root == ""
+    for more, root in ((), f"{run.cfg.data}/videos"), (("--data=data/b",), ""), \
+            (("--data=data/b", "--video_root=c"), "c"):
+        assert E.load_settings(settings("--ckpt", run.out, *more))[0].video_root == root
 
 
 def test_what_is_missing_is_named_in_one_line(run, tmp_path):

@@ -197,7 +197,7 @@ class Head:
     closed: bool = True   # nothing between two keyframes is shown before the first of them
     end: float = 0.0      # time stamp of the last packet, seconds
     duration: float = 0.0
-    plain: bool = False   # frames are 8-bit 4:2:0, of even size, progressive, upright, up to 4K
+    plain: bool = False   # 8-bit 4:2:0 frames of even size, progressive, not mirrored, up to 4K
     mirrored: bool = False  # upright = flipped top to bottom if mirrored, then turned
     turns: int = 0        # by so many quarters, counter-clockwise
     only: object = None   # the frame [H, W, 3] itself, if it is the only one (an image)
@@ -274,10 +274,9 @@ def scan(path):
         w, h = first.width, first.height
         head.turns, head.mirrored = orientation(first)
         head.plain = (first.format.name in ("yuv420p", "yuvj420p") and not first.interlaced_frame
-                      and w % 2 == h % 2 == 0 and w * h <= 4096 * 2304
-                      and not head.turns and not head.mirrored)
+                      and w % 2 == h % 2 == 0 and w * h <= 4096 * 2304 and not head.mirrored)
         if head.packets == 1 and not head.damaged:
-            head.only = to_rgb(first, head)
+            head.only = to_rgb(first, head).copy()  # not a view that keeps the frame
         del first
         gc.collect(1)  # a frame asked for its side data is in a reference cycle: megabytes each
     return head
@@ -306,8 +305,9 @@ def decord_is_right(head):
     """
     Where decord 0.6 hands out the same frames as decoding everything does. Elsewhere it is silently
     wrong: open GOPs and field-coded video (other frames than asked), edit lists (counts hidden
-    frames), more than 8 bits, odd sizes and turned video (other colours), mirrored video. It fails
-    on AV1, and holds a gigabyte for one 8K clip.
+    frames), more than 8 bits and odd sizes (other colours), mirrored video. It fails on AV1, and
+    holds a gigabyte for one 8K clip. Damage that no header tells of it may pass over in silence, or
+    not come across; reader=pyav decodes all and reports it.
     """
     return (head.plain and head.codec in ("h264", "hevc", "vp9") and head.closed
             and head.format.startswith(("mov,", "matroska,")) and not head.damaged

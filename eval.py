@@ -375,7 +375,7 @@ def load_settings(args, say=print):
         if not (step / name).is_file():
             raise FileNotFoundError(f"{step / name} not found: {run} holds no finished "
                                     f"{args.which!r} checkpoint, train it or give another --which")
-    settings = read_json(step / "config.json")["settings"]
+    settings = with_defaults(read_json(step / "config.json")["settings"])
     if args.data is not None and args.video_root is None:
         settings["video_root"] = ""
     for key in ("data", "video_root", "eval_batch_size", "num_workers", "frame_cache",
@@ -388,6 +388,18 @@ def load_settings(args, say=print):
                 "result is not the run's")
         settings[key] = value
     return SimpleNamespace(**settings), step
+
+
+def with_defaults(settings):
+    """A run older than a setting of today did what that setting's default does."""
+    import train
+    from configurator import read_settings
+    here = Path(train.__file__)
+    known = read_settings(here)
+    if settings.get("model") in train.SETTINGS:
+        file, config = train.SETTINGS[settings["model"]]
+        known |= read_settings(here.parent / file, config)
+    return {**{key: default for key, (_, default, _) in known.items()}, **settings}
 
 
 def read_json(path):

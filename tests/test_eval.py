@@ -525,3 +525,10 @@ def test_what_is_missing_is_named_in_one_line(run, tmp_path):
         E.load_settings(settings("--ckpt", str(tmp_path), "--which=latest"))
     with pytest.raises(FileNotFoundError, match="annotations .*tset.jsonl not found"):
         E.main(settings("--ckpt", run.out, "--split=tset"))
+
+
+def test_a_run_older_than_a_setting_has_its_default():
+    settings = E.with_defaults({"model": "mars", "num_slots": 2, "seed": 7})
+    assert settings["num_slots"] == 2 and settings["seed"] == 7
+    assert settings["slot_readout"] == "preceding"      # of MARSConfig
+    assert settings["eval_batch_size"] == 64            # of train.py

@@ -400,7 +400,7 @@ def main(cfg):
     if world > 1:
         train_model = torch.nn.parallel.DistributedDataParallel(
             model, device_ids=[device.index] if device.type == 'cuda' else None,
-            broadcast_buffers=False)
+            forward_sync_buffers=False)
 
     def save(validate):
         nonlocal best

@@ -67,7 +67,7 @@ def child(rank, world, port, output, job, args):
     job(*args)
 
 
-def launch(job, *args, world=1, output, timeout=120):
+def launch(job, *args, world=1, output, timeout=300):
     """ job(*args) in `world` fresh processes -> exit codes; their output lies in output.<rank>. """
     with socket.socket() as s:
         s.bind(('localhost', 0))
@@ -251,7 +251,7 @@ def gradients_of_a_rank(path, file):
     results = []
     for chunk_size, dropout in CASES:
         model = mars(path, lora_dropout=dropout)
-        wrapped = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False)
         mine = samples(8)[4 * rank:4 * rank + 4]
         chunks, ids, _ = train.collate_chunks(mine, model.collate, chunk_size)
         for _ in range(2):  # a second step finds nothing left over from the first

@@ -364,11 +364,12 @@ def train_clip(args, folder):
         pick, at = rng.choice(pool, size=n, replace=False), rng.integers(T, size=n)
         views = [shown[i][t] for i, t in zip(pick, at)]
         texts = [frame_text(clips[i], (x, y), k, rng) for i, (k, x, y) in zip(pick, views)]
-        # an object and, when the place is told, its place: what a frame and a text can agree in
-        things = [(clips[i][k][:3], where(x, y)) for i, (k, x, y) in zip(pick, views)]
-        # text a says nothing that is wrong about frame b: no negative, though it is no pair either
-        same = [[said[0] == seen[0] and (level != 1 or said[1] == seen[1]) for seen in things]
-                for said, (_, level) in zip(things, texts)]
+        seen = [(clips[i][k][:3], where(x, y)) for i, (k, x, y) in zip(pick, views)]
+        told = [[event[:3] for event in clips[i]] if level == 3 else [thing]
+                for i, (thing, _), (_, level) in zip(pick, seen, texts)]
+        # same[a, b]: frame b shows what text a tells of, so it is no negative, if not a's pair
+        same = [[thing in objects and (level != 1 or place == here) for thing, place in seen]
+                for objects, (_, here), (_, level) in zip(told, seen, texts)]
         pixels = torch.from_numpy(frames[pick, at]).permute(0, 3, 1, 2).float() / 255
         pixels = (pixels - IMAGE_MEAN[0]) / IMAGE_STD[0]
         tokens = tokenizer([text for text, _ in texts], padding=True, return_tensors="pt")
@@ -457,7 +458,7 @@ def main():
     part.mkdir(parents=True)
     report = {"qwen2-vl": train_qwen2_vl, "clip": train_clip}[args.what](args, part)
     report |= {"seconds": round(time.time() - start), "cpu_seconds": round(sum(os.times()[:4])),
-               "settings": {k: v for k, v in vars(args).items() if k != "out"}}
+               "settings": {k: v for k, v in vars(args).items() if k not in ("out", "processes")}}
     (part / "pretraining.json").write_text(json.dumps(report, indent=2) + "\n")
     shutil.rmtree(target, ignore_errors=True)
     os.replace(part, target)

@@ -1,6 +1,6 @@
 """
 train.py and checkpoint.py: gradients against a literal reference, two processes against one, a
-killed run against one that was left alone, and every way to start a run wrongly. CPU, about 60 s.
+killed run against one that was left alone, and every way to start a run wrongly. CPU, about 40 s.
 
 python -m pytest tests/test_train.py -v
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-SHARED = ROOT.parent / 'shared' # material that is not part of the repo; tests that read it skip without it
+SHARED = ROOT.parent / 'shared'  # not part of the repo; tests that read it skip without it
 
 WORDS = ('a red blue green circle square triangle moves left right up down then grows shrinks the '
          'Summarize above video sentence in one word: You are helpful assistant. system user, .')
@@ -24,13 +24,13 @@ def make_tokenizer(folder):
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-                                  show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tok.train_from_iterator([WORDS] * 10, trainer)
     tok.add_special_tokens(SPECIAL)
     from transformers import PreTrainedTokenizerFast
-    fast = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token='<|im_end|>', pad_token='<|endoftext|>',
-                                   additional_special_tokens=SPECIAL)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token='<|im_end|>',
+                                   pad_token='<|endoftext|>', additional_special_tokens=SPECIAL)
     fast.save_pretrained(folder)
     return fast
 

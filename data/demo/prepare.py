@@ -246,7 +246,9 @@ def write_mp4(path, video, fps=FPS):
     import av
     part = str(path) + ".tmp"
     with av.open(part, "w", format="mp4") as container:
-        options = {"crf": "20", "preset": "veryfast", "threads": "1", "x264-params": "bframes=0"}
+        # mbtree makes some builds of x264 choose differently from run to run, even in one thread
+        options = {"crf": "20", "preset": "veryfast", "threads": "1",
+                   "x264-params": "bframes=0:mbtree=0"}
         stream = container.add_stream("libx264", rate=fps, options=options)
         stream.height, stream.width, stream.pix_fmt = video.shape[1], video.shape[2], "yuv420p"
         for picture in video:

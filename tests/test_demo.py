@@ -253,3 +253,70 @@ def test_clip_texts_are_true_of_their_frames():
         assert tuple(told[:3]) == clip[k][:3]
         assert ("at the bottom left" in text) == (level == 1)
     assert set(seen) == {0, 1, 2, 3}
+
+
+# ---- the committed backbones -------------------------------------------------------------------
+
+BACKBONES = DEMO / "backbones"
+
+
+def test_the_backbones_are_small():
+    size = sum(p.stat().st_size for p in BACKBONES.rglob("*") if p.is_file())
+    assert size < 8e6, f"{size / 1e6:.1f} MB"
+    assert not list(BACKBONES.rglob("*.tmp"))
+
+
+def test_tiny_qwen2_vl_captions_real_files(tmp_path):
+    import torch
+    import backbones
+    import data
+    import pretrain
+    backbone = backbones.load(str(BACKBONES / "tiny-qwen2-vl"), dtype=torch.float32)
+    config, tokenizer = backbone.model.config, backbone.tokenizer
+    for key, token in (("image_token_id", "<|image_pad|>"), ("video_token_id", "<|video_pad|>"),
+                       ("vision_start_token_id", "<|vision_start|>"),
+                       ("vision_end_token_id", "<|vision_end|>")):
+        assert getattr(config, key) == tokenizer.convert_tokens_to_ids(token), key
+        assert tokenizer(token).input_ids == [getattr(config, key)]
+    assert tokenizer.decode(tokenizer("Übung 3: ein Kreis!").input_ids) == "Übung 3: ein Kreis!"
+    # new clips, through the codec and data.py: the pretrained model must see what they show
+    clips = prepare.random_clips(25, np.random.default_rng(99), ())
+    frames = []
+    for i, clip in enumerate(clips):
+        prepare.write_mp4(tmp_path / f"{i}.mp4", prepare.render(clip, [99, i]))
+        frames.append(data.read_frames(str(tmp_path / f"{i}.mp4"), 8))
+    found = pretrain.accuracy(backbone, clips, "frames", frames, True)
+    # by chance 1/2, 1/7, 1/6, 1/8
+    for name, least in (("size", 0.85), ("colour", 0.85), ("shape", 0.5), ("motion", 0.7)):
+        assert found[name] >= least, found
+    texts = [prepare.caption(clip, np.random.default_rng(i)) for i, clip in enumerate(clips)]
+    found = pretrain.accuracy(backbone, clips, "captions", texts, False)
+    for name, least in (("size", 0.85), ("colour", 0.85), ("shape", 0.7), ("motion", 0.5)):
+        assert found[name] >= least, found
+
+
+def test_tiny_clip_finds_the_frame_of_a_text():
+    import torch
+    import torch.nn.functional as F
+    from transformers import AutoTokenizer, CLIPModel
+    folder = BACKBONES / "tiny-clip"
+    model = CLIPModel.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = model.config.text_config
+    # pooling at eos_token_id and pooling at the largest id (old checkpoints) are the same
+    assert text.eos_token_id == tokenizer.eos_token_id == len(tokenizer) - 1 != 2
+    ids = tokenizer("A small red circle").input_ids
+    assert ids[0] == text.bos_token_id and ids[-1] == text.eos_token_id and len(ids) == 6
+    pre = json.loads((folder / "preprocessor_config.json").read_text())
+    mean, std = (torch.tensor(pre[k]).view(3, 1, 1) for k in ("image_mean", "image_std"))
+    side = pre["crop_size"]["height"]
+    objects = [(s, c, h) for s in prepare.SIZES for c in prepare.COLOURS for h in prepare.SHAPES]
+    frames = [prepare.render(((*o, "still"), (*o, "still")), [5, i], keep=[0])[0]
+              for i, o in enumerate(objects)]
+    pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+    pixels = F.interpolate(pixels, (side, side), mode="bicubic", antialias=True) / 255
+    words = tokenizer([f"a {s} {c} {h}" for s, c, h in objects], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        S = model(pixel_values=(pixels - mean) / std, **words).logits_per_text
+    right = (S.argmax(1) == torch.arange(len(objects))).float().mean()
+    assert right > 0.5, f"{right:.2f} of 84 objects found, chance is 0.01"

@@ -252,10 +252,10 @@ def train_qwen2_vl(args, folder):
 
     def loss_fn(step):
         # questions about one event first: they are short, and leave no doubt of which one is meant
-        early = step < 0.3 * args.steps
+        early = step < 0.4 * args.steps
         kind = rng.choice(4, p=(0.1, 0.1, 0.4, 0.4) if early else (0.5, 0.2, 0.15, 0.15))
         (video_prompt, what), (text_prompt, _) = VIDEO_PROMPTS[kind], TEXT_PROMPTS[kind]
-        n_text = args.batch // 2
+        n_text = args.batch * 3 // 8
         pick = rng.integers(len(clips), size=args.batch)
         seen, said = pick[n_text:], [clips[i] for i in pick[:n_text]]
         batch = (backbone.collate(video_prompt, frames=[frames[i] for i in seen],

@@ -26,7 +26,7 @@ LLM_LINEARS = r'self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj' # the seven 
 
 @dataclass
 class Backbone:
-    """ A frozen MLLM and what a retrieval method must know of it. Made by `load`. """
+    """A frozen MLLM and what a retrieval method must know of it. Made by `load`."""
     family: str
     path: str
     model: Any            # transformers ...ForConditionalGeneration, requires_grad False, eval mode
@@ -37,10 +37,13 @@ class Backbone:
     embed: Any            # the input embedding
     lora_regex: str       # full match on names in `model`: 7 LLM linears per layer + the projector
     chat: str             # chat template, one {} for the user's message, ends where answers begin
-    pixels: Callable      # list of frames -> (dict of pixel inputs, number of LLM tokens per item)
-    vision: Callable      # number of LLM tokens -> the token string that stands for one video
-    vision_token: str     # the token of that string that is replaced by vision features
-    positions: Callable   # inputs -> position_ids; appended tokens simply continue the text
+    # B arrays uint8 [T, H, W, 3] -> ({what run() wants of pixels}, [LLM tokens of each video])
+    pixels: Callable
+    vision: Callable      # number of LLM tokens -> the string that stands for one video in a prompt
+    vision_token: str     # the token of that string that vision features will replace
+    # {input_ids, attention_mask, mm_token_type_ids [B, L], pixel inputs} -> position_ids, [B, L] or
+    # [3, B, L]; padding counts nothing, appended tokens continue the text
+    positions: Callable
 
     @property
     def hidden_size(self):
@@ -51,16 +54,16 @@ class Backbone:
         return len(self.layers)
 
     def run(self, inputs, **kw):
-        """ Last hidden state [B, L, D], after the final norm; no lm_head, no KV cache. """
+        """Last hidden state [B, L, D], after the final norm; no lm_head, no KV cache."""
         known = {k: v for k, v in inputs.items() if k not in ('append_pos', 'cut', 'labels')}
         return self.decoder(**known, use_cache=False, **kw).last_hidden_state
 
     def ids(self, text):
-        """ Token ids of our own template text, special tokens recognised. """
+        """Token ids of our own template text, special tokens recognised."""
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def plain_ids(self, text):
-        """ Token ids of a user's text: a caption that spells '<|im_end|>' is just text. """
+        """Token ids of a user's text: a caption that spells '<|im_end|>' is just text."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
     def collate(self, prompt, captions=None, frames=None, answers=None, n_append=0,
@@ -124,7 +127,7 @@ class Backbone:
         return inputs
 
 
-def load(path, max_pixels=0, dtype=None, attn='sdpa'):
+def load(path, max_pixels=0, dtype=None):
     """
     A Backbone from a hub id or a folder in the layout of `save_pretrained`.
 
@@ -152,7 +155,7 @@ def load(path, max_pixels=0, dtype=None, attn='sdpa'):
     if family not in FAMILIES:
         raise ValueError(f"backbone {path!r} is of family {family!r}, which is not supported yet; "
                          f"backbones.py has {', '.join(FAMILIES)}")
-    backbone = FAMILIES[family](path, max_pixels, dtype=dtype, attn_implementation=attn)
+    backbone = FAMILIES[family](path, max_pixels, dtype=dtype, attn_implementation='sdpa')
     backbone.model.requires_grad_(False).eval()
     return backbone
 
@@ -202,7 +205,7 @@ def patches(frames, h, w, patch, merge, tubelet, mean, std):
 # the families
 
 def qwen2_vl(path, max_pixels, **kw):
-    """ Qwen2-VL 2B, 7B: native-resolution ViT, 2 frames per temporal patch, 2x2 merge, M-RoPE. """
+    """Qwen2-VL 2B, 7B: native-resolution ViT, 2 frames per temporal patch, 2x2 merge, M-RoPE."""
     model = transformers.Qwen2VLForConditionalGeneration.from_pretrained(path, **kw)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     pre, _ = ImageProcessingMixin.get_image_processor_dict(path)

@@ -62,7 +62,7 @@ MIB = 2 ** 20
 # measuring
 
 def peak_memory(run, device):
-    """ Peak of live tensor bytes during run(), above what was live before it. """
+    """Peak of live tensor bytes during run(), above what was live before it."""
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -94,7 +94,7 @@ def seconds(run, reps, device):
 
 
 def compare(variants, rounds, device, memory=True):
-    """ {name: run} -> a row per variant; ratios are to the first one. """
+    """{name: run} -> a row per variant; ratios are to the first one."""
     names = list(variants)
     warm = [seconds(run, 1, device) for run in variants.values()]
     reps = max(1, round(0.3 / max(warm[0], 1e-4)))  # short runs: several of them per measurement
@@ -117,7 +117,7 @@ def compare(variants, rounds, device, memory=True):
 
 
 def show(title, rows):
-    """ The table for people. """
+    """The table for people."""
     print(f"\n{title}")
     memory = f"{'peak MiB':>9}{'ratio':>8}" if 'peak_mib' in rows[0] else ''
     print(f"  {'':<28}{'ms':>9}   {'time ratio (min .. max)':<27}{memory}")
@@ -199,7 +199,7 @@ def make_mars(path, cfg, device, **config):
 
 
 def with_backbone(bench):
-    """ bench(cfg, device, path, name) gets --backbone, or a random one in a temporary folder. """
+    """bench(cfg, device, path, name) gets --backbone, or a random one in a temporary folder."""
     def run(cfg, device):
         if cfg.backbone:
             return bench(cfg, device, cfg.backbone, cfg.backbone)
@@ -214,7 +214,7 @@ def with_backbone(bench):
 
 @with_backbone
 def encode(cfg, device, path, name):
-    """ MARS.encode_video against the bare backbone and against output_hidden_states. """
+    """MARS.encode_video against the bare backbone and against output_hidden_states."""
     frame = 112, 224
     cases = [(path, name, cfg.batch, frame, 0), (path, name, cfg.batch, frame, cfg.lora_r)]
     demo = os.path.join(cfg.data, 'backbones', 'tiny-qwen2-vl')
@@ -248,7 +248,7 @@ def encode_case(cfg, device, path, name, batch, frame, lora_r):
 
 
 def all_hidden_states(model, inputs):
-    """ The textbook way to the same slots: keep [N, B, L, D], then pick the read positions. """
+    """The textbook way to the same slots: keep [N, B, L, D], then pick the read positions."""
     known = {k: v for k, v in inputs.items() if k not in ('append_pos', 'cut')}
     pos = inputs['append_pos']  # [B, M]
     with model._hooks(pos, [], []):  # only puts the slot tokens in
@@ -261,7 +261,7 @@ def all_hidden_states(model, inputs):
 
 @with_backbone
 def grad_cache(cfg, device, path, name):
-    """ train.cached_step against train.plain_step on the same global batch. """
+    """train.cached_step against train.plain_step on the same global batch."""
     cases, samples = [], random_samples(cfg.train_batch, cfg.train_frames)
     ids, autocast = torch.arange(cfg.train_batch, device=device), train.autocast_of(cfg, device)
     for checkpointing in (False, True):
@@ -290,7 +290,7 @@ def grad_cache(cfg, device, path, name):
 
 
 def loader(cfg, device):
-    """ Reading clips: decord, PyAV, and the frame cache, in one process. """
+    """Reading clips: decord, PyAV, and the frame cache, in one process."""
     path, root = os.path.join(cfg.data, 'val.jsonl'), os.path.join(cfg.data, 'videos')
     if not os.path.isfile(path) or not os.path.isdir(root):
         return {'skipped': f"{path} or {root} is missing; run `python data/demo/prepare.py` first"}

@@ -25,14 +25,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-# what may differ when a run is resumed: none of it changes what is computed (beyond rounding)
+# what may differ when a run is resumed: none of it changes what is computed, beyond rounding and
+# (chunk_size, as the number of processes) which random masks dropout draws
 MAY_CHANGE = {'resume', 'out_dir', 'max_steps', 'save_every', 'log_every', 'num_workers', 'device',
               'eval_batch_size', 'frame_cache', 'video_root', 'chunk_size', 'wandb',
               'wandb_project'}
 
 
 def write_atomic(path, text):
-    """ Text into a file that is complete or absent. """
+    """Text into a file that is complete or absent."""
     temporary = f'{path}.{os.getpid()}.tmp'
     with open(temporary, 'w', encoding='utf-8') as f:
         f.write(text)
@@ -42,7 +43,7 @@ def write_atomic(path, text):
 
 
 def remove(path):
-    """ A folder, file or link; of a link not what it points to. """
+    """A folder, file or link; of a link not what it points to."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):
@@ -50,7 +51,7 @@ def remove(path):
 
 
 def point(out_dir, name, target):
-    """ The link out_dir/name -> target, new or replaced. """
+    """The link out_dir/name -> target, new or replaced."""
     temporary = os.path.join(out_dir, f'.{name}.{os.getpid()}.tmp')
     remove(temporary)
     os.symlink(target, temporary)
@@ -92,13 +93,13 @@ def save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best):
 
 
 def linked(out_dir):
-    """ The folders that `latest` and `best` point to. """
+    """The folders that `latest` and `best` point to."""
     links = (os.path.join(out_dir, name) for name in ('latest', 'best'))
     return {os.path.join(out_dir, os.readlink(link)) for link in links if os.path.islink(link)}
 
 
 def read(path, reader):
-    """ reader(path); ValueError naming the file, whatever is wrong with it. """
+    """reader(path); ValueError naming the file, whatever is wrong with it."""
     try:
         return reader(path)
     except Exception as e:  # those of json, safetensors, zip and pickle share no base class
@@ -118,13 +119,17 @@ def load_checkpoint(cfg, model, optimizer, config_json):
     ValueError when the run was started with settings that compute something else.
     """
     folder = os.path.join(cfg.out_dir, 'latest')
-    old = read(os.path.join(folder, 'config.json'), read_json)['settings']
-    new = json.loads(config_json)['settings']
+    old_run, new_run = read(os.path.join(folder, 'config.json'), read_json), json.loads(config_json)
+    old = {**old_run['settings'], 'precision': old_run.get('precision')}
+    new = {**new_run['settings'], 'precision': new_run['precision']}
     differ = [f"{k} = {old.get(k)!r}, now {new.get(k)!r}" for k in sorted(old.keys() | new.keys())
               if k not in MAY_CHANGE and old.get(k) != new.get(k)]
     if differ:
         raise ValueError(f"{cfg.out_dir} was started with other settings ({'; '.join(differ)}): "
                          "set them back to resume, or use another --out_dir")
+    if old_run.get('world') != new_run['world']:
+        print(f"note: begun by {old_run.get('world')} process(es), resumed by {new_run['world']}: "
+              "the same batches and losses, other dropout masks", file=sys.stderr)
     tensors = read(os.path.join(folder, 'model.safetensors'), load_file)
     state = read(os.path.join(folder, 'state', 'state.pt'),
                  partial(torch.load, map_location='cpu', weights_only=True))
@@ -133,8 +138,8 @@ def load_checkpoint(cfg, model, optimizer, config_json):
     return state['step'], state['best']
 
 
-def describe(cfg):
-    """ What config.json holds: {"settings": ..., "versions": ...}. """
+def describe(cfg, world=1, dtype=torch.float32):
+    """What config.json holds: {"settings", "versions", "world": processes, "precision"}."""
     import peft
     import transformers
     here = os.path.dirname(os.path.abspath(__file__))
@@ -146,21 +151,22 @@ def describe(cfg):
     versions = {'python': platform.python_version(), 'torch': torch.__version__,
                 'transformers': transformers.__version__, 'peft': peft.__version__,
                 'commit': commit}
-    return {'settings': dict(sorted(vars(cfg).items())), 'versions': versions}
+    return {'settings': dict(sorted(vars(cfg).items())), 'versions': versions, 'world': world,
+            'precision': str(dtype).removeprefix('torch.')}
 
 
 class Log:
-    """ log.jsonl, the screen, and wandb when asked; a failing wandb never stops training. """
+    """log.jsonl, the screen, and wandb when asked; a failing wandb never stops training."""
 
     def __init__(self, cfg, step, quiet):
-        """ Keeps the lines up to `step`: a killed run may have logged more than it saved. """
+        """Keeps the lines up to `step`: a killed run may have logged more than it saved."""
         self.path, self.quiet, self.wandb = os.path.join(cfg.out_dir, 'log.jsonl'), quiet, None
         if quiet:
             return
         if os.path.exists(self.path):
             with open(self.path, encoding='utf-8') as f:
-                lines = [line for line in f if line.endswith('}\n')]
-            write_atomic(self.path, ''.join(s for s in lines if json.loads(s)['step'] <= step))
+                lines = [line for line in f if self.step_of(line) <= step]
+            write_atomic(self.path, ''.join(lines))
         if cfg.wandb:
             try:
                 import wandb
@@ -169,8 +175,15 @@ class Log:
             except Exception as e:  # whatever a logging service does, training goes on
                 tqdm.write(f"warning: wandb is off in this run: {e!r}", file=sys.stderr)
 
+    @staticmethod
+    def step_of(line):
+        try:
+            return json.loads(line)['step']
+        except (ValueError, KeyError, TypeError):  # cut short by a kill
+            return float('inf')
+
     def __call__(self, row):
-        """ row: {"step": ..., ...} of numbers and strings. """
+        """row: {"step": ..., ...} of numbers and strings."""
         if self.quiet:
             return
         with open(self.path, 'a', encoding='utf-8') as f:

@@ -3,7 +3,7 @@ From files on disk to Samples: annotations, frames, the order of training steps,
 
     train.jsonl: {"id", "video", "captions": [...]} per line
       load_annotations -> [Item] -> Pairs (training) | Texts, Videos (evaluation)
-      worker: read_frames -> Sample(id, caption, frames uint8 [T, H, W, 3]) -> collate (the model's)
+      worker: decode -> Sample(id, caption, frames uint8 [T, H, W, 3]) -> collate (the model's)
 
 Frame indices count the frames that decode, in the order the decoder hands them out, for every
 reader. decord (no release since 2021) is asked only for files whose header says that it is right
@@ -60,8 +60,9 @@ def load_annotations(path, paragraph=False):
     """paragraph=True: all captions of a video, in their order, become one text."""
     if not os.path.isfile(path):
         prepare = os.path.join(os.path.dirname(path), "prepare.py")
-        prepare = prepare if os.path.isfile(prepare) else "data/<name>/prepare.py"
-        raise FileNotFoundError(f"annotations {path} not found: make them with `python {prepare}`")
+        how = f"run `python {prepare}`" if os.path.isfile(prepare) else \
+            "write it as the README's 'Your own videos' says, or set --data"
+        raise FileNotFoundError(f"annotations {path} not found: {how}")
     items, seen = [], {}
     with open(path, "rb") as f:  # bytes: only \n ends a line, U+2028 inside a caption does not
         for n, line in enumerate(f, 1):
@@ -108,12 +109,6 @@ def parse_item(line):
 def visible(text):
     # a letter, digit or symbol; not spaces (Z), controls and joiners (C), bare accents (M) alone
     return any(unicodedata.category(c)[0] not in "ZCM" for c in text)
-
-
-def duplicate_captions(items):
-    """How many captions repeat an earlier one word for word: their ranks tie."""
-    captions = [c.strip() for item in items for c in item.captions]
-    return len(captions) - len(set(captions))
 
 
 # -----------------------------------------------------------------------------
@@ -445,8 +440,9 @@ class Clips:
 
 
 class Pairs(Dataset):
-    """Training: one Sample per (video, caption). With on_bad_video=skip the next readable pair
-    in annotation order stands in, so that batches stay full and ranks stay in step."""
+    """Training: one Sample per (video, caption). With on_bad_video=skip the next readable video in
+    annotation order stands in with a caption of its own, so that batches stay full and ranks stay
+    in step; now and then it is in the batch already, as any video with several captions may be."""
 
     def __init__(self, items, video_root, num_frames, **how):
         self.clips = Clips(items, video_root, num_frames, **how)
@@ -456,14 +452,13 @@ class Pairs(Dataset):
         return len(self.pairs)
 
     def __getitem__(self, i):
-        for j in range(i, i + len(self.pairs)):
-            v, c = self.pairs[j % len(self.pairs)]
+        items, (first, c) = self.clips.items, self.pairs[i]
+        for v in range(first, first + len(items)):
+            v %= len(items)
             frames, reason = self.clips.load(v)
-            if frames is not None:
-                item = self.clips.items[v]
-                return Sample(item.id, item.captions[c], frames, v)
-        raise BadVideo(f"none of the {len(self.clips.items)} videos can be read, the last "
-                       f"because: {reason}")
+            if frames is not None:  # caption c of its c-th pair: stand-ins do not all say the same
+                return Sample(items[v].id, items[v].captions[c % len(items[v].captions)], frames, v)
+        raise BadVideo(f"none of the {len(items)} videos can be read, the last because: {reason}")
 
 
 class Texts(Dataset):
@@ -530,14 +525,11 @@ class StepSampler:
             yield order[first:first + part].tolist()
 
 
-def eval_batches(n, batch, rank=0, world=1):
-    """All n items once. Batches are dealt out whole, so world changes no batch and no bit."""
-    return [list(range(i, min(i + batch, n))) for i in range(0, n, batch)][rank::world]
-
-
 def make_loader(dataset, batches, collate, workers=0):
     """batches: a StepSampler or a list of lists of indices. Readers are opened in the workers."""
-    context = "fork" if workers and sys.platform == "linux" else None
+    # fork: a spawned worker would need the collate function pickled, and with it the whole model
+    forks = "fork" in multiprocessing.get_all_start_methods()  # Linux and macOS, not Windows
+    workers, context = (workers, "fork") if workers and forks else (0, None)
     return DataLoader(
         dataset, batch_sampler=batches, collate_fn=collate, num_workers=workers,
         multiprocessing_context=context, worker_init_fn=init_worker,
@@ -547,4 +539,7 @@ def make_loader(dataset, batches, collate, workers=0):
 
 def init_worker(worker):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked tokenizer would warn or lock up
-    signal.signal(signal.SIGINT, signal.SIG_IGN)    # ctrl-C is the parent's, which ends the workers
+    # ctrl-C and a SIGTERM to all processes are the parent's business, which ends the workers when
+    # it is done; a second SIGTERM is the parent's own
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))

@@ -33,6 +33,8 @@ on_bad_video: str | None = None    # an unreadable video: raise, or skip it and 
 num_frames: int | None = None      # frames per video; prints a warning when it differs
 text_prompt: str | None = None     # the same
 video_prompt: str | None = None    # the same
+paragraph: bool | None = None      # the same: a video's captions joined to one
+backbone: str | None = None        # where the backbone is now, if it has moved
 # end of settings
 import sys
 if __name__ == "__main__":         # before torch is imported, so that --help is instant
@@ -63,10 +65,12 @@ TILE = 512                         # texts x videos scored at once
 def ranks(sim, target):
     """
     Rank of each query's target: 1 + #(strictly higher) + #(equal others) / 2. -> float64 [Nq]
+    That is the expected rank when ties are broken at random, whatever the order of the gallery.
 
     sim     [Nq, Ng] scores of the gallery for each query
     target  [Nq] index of the right candidate, or several: lists of indices or a bool mask [Nq, Ng].
-            Of several the best ranked counts, and the other right ones are not in its way.
+            Of several the best ranked counts, and the other right ones are not in its way: of n
+            that tie for best with m others, the first stands m / (n + 1) places down on average.
     """
     sim = torch.as_tensor(sim)
     sim = sim if sim.dtype == torch.float64 else sim.float()
@@ -75,7 +79,8 @@ def ranks(sim, target):
     best = sim.masked_fill(~own, float("-inf")).amax(1, keepdim=True)
     higher = ((sim > best) & ~own).sum(1)
     equal = ((sim == best) & ~own).sum(1)
-    return 1 + higher.double() + equal.double() / 2
+    n = ((sim == best) & own).sum(1)                               # 1 with a single target
+    return 1 + higher.double() + equal.double() / (n + 1)
 
 
 def target_mask(target, shape):
@@ -230,6 +235,9 @@ def encode_split(model, items, cfg, **how):
                  once, so that their scores are equal to the last bit and count as the ties they are
     owner [Nt]   index in `video` of each caption's video
     kept [Nv]    index in items of each video; one that is skipped leaves with its captions
+
+    Three items with captions [a, b], [c], [a], the second unreadable: kept [0, 2], the captions are
+    a, b, a with owner [0, 0, 1], `text` holds a and b, and row is [0, 1, 0].
     """
     root = cfg.video_root or os.path.join(cfg.data, "videos")
     videos = Videos(items, root, cfg.num_frames, sampler=cfg.sampler, size=cfg.frame_size,
@@ -248,7 +256,8 @@ def encode_split(model, items, cfg, **how):
     source = [first[texts.captions[i].strip()] for i in ours]
     owner = torch.tensor([place[texts.owner[i]] for i in ours])
     row = torch.tensor([rows[i] for i in source])
-    return text, row, owner, video, kept, sum(i in set(cut) for i in source)
+    cut = set(cut)
+    return text, row, owner, video, kept, sum(i in cut for i in source)
 
 
 def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="best", dsl=None,
@@ -362,7 +371,8 @@ def compare_runs(folders, split, dsl=False):
 # the script
 
 def load_settings(args, say=print):
-    """The run's settings with the command line's over them, and the checkpoint's folder."""
+    """The run's settings with the command line's over them, the checkpoint's folder, and which of
+    the settings given make the result another one than the run's own."""
     run = Path(args.ckpt)
     if args.which not in ("best", "latest"):
         raise ValueError(f"which must be best or latest, not {args.which!r}")
@@ -378,16 +388,19 @@ def load_settings(args, say=print):
     settings = with_defaults(read_json(step / "config.json")["settings"])
     if args.data is not None and args.video_root is None:
         settings["video_root"] = ""
+    other = {}                                   # what makes it another result than the run's own
     for key in ("data", "video_root", "eval_batch_size", "num_workers", "frame_cache",
-                "on_bad_video", "num_frames", "text_prompt", "video_prompt"):
+                "on_bad_video", "num_frames", "text_prompt", "video_prompt", "paragraph",
+                "backbone"):
         value = getattr(args, key)
         if value is None or value == settings.get(key):
             continue
-        if key in ("num_frames", "text_prompt", "video_prompt"):
+        if key in ("num_frames", "text_prompt", "video_prompt", "paragraph"):
             say(f"warning: {key} is {value!r} here and {settings.get(key)!r} in training; the "
                 "result is not the run's")
+            other[key] = value
         settings[key] = value
-    return SimpleNamespace(**settings), step
+    return SimpleNamespace(**settings), step, other
 
 
 def with_defaults(settings):
@@ -422,7 +435,7 @@ def main(args):
     from safetensors.torch import load_file
     rank, _, device = train.init_distributed(args.device)
     say = print if rank == 0 else lambda *_: None
-    cfg, step = load_settings(args, say)
+    cfg, step, other = load_settings(args, say)
     items = load_annotations(os.path.join(cfg.data, f"{args.split}.jsonl"), cfg.paragraph)
     model = train.build_model(cfg, device)
     model.load_trainable(load_file(str(step / "model.safetensors")))
@@ -433,7 +446,10 @@ def main(args):
     result["trainable"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(table(result))
     if rank == 0:
-        save_result(Path(args.ckpt, "metrics.json"), result, args.split)
+        # one entry per split for the run as it is; anything else has a name of its own
+        name = " ".join([args.split, *([args.which] if args.which != "best" else []),
+                         *(f"{k}={v}" for k, v in other.items())])
+        save_result(Path(args.ckpt, "metrics.json"), result, name)
         if args.json:
             save_result(Path(args.json), result)
 

@@ -151,20 +151,32 @@ class MARS(nn.Module):
 
     def collate(self, samples):
         """Samples -> {"text": inputs, "video": inputs} on the CPU; a side nobody has is absent."""
-        cfg, batch = self.config, {}
-        for side, key, kind, prompt in (("text", "caption", "captions", cfg.text_prompt),
-                                        ("video", "frames", "frames", cfg.video_prompt)):
-            values = [getattr(s, key) for s in samples]
-            missing = [s.id for s, v in zip(samples, values) if v is None]
-            if len(missing) == len(samples):
-                continue
-            if missing:
-                raise ValueError(f"MARS: {len(missing)} of {len(samples)} samples have no {key}, "
-                                 f"the first is {missing[0]!r}; a batch has it for all or none")
-            batch[side] = self.backbone.collate(
-                prompt, **{kind: values}, n_append=cfg.num_slots,
-                max_text_tokens=cfg.max_text_tokens)
-        return batch
+        batch = {"text": self._inputs(samples, "caption", self.config.text_prompt),
+                 "video": self._inputs(samples, "frames", self.config.video_prompt)}
+        return {side: inputs for side, inputs in batch.items() if inputs is not None}
+
+    def _inputs(self, samples, key, prompt):
+        values = [getattr(s, key) for s in samples]
+        missing = [s.id for s, v in zip(samples, values) if v is None]
+        if len(missing) == len(samples):
+            return None
+        if missing:
+            raise ValueError(f"MARS: {len(missing)} of {len(samples)} samples have no {key}, "
+                             f"the first is {missing[0]!r}; a batch has it for all or none")
+
+        def collate(values):
+            content = {"captions" if key == "caption" else "frames": values}
+            return self.backbone.collate(prompt, **content, n_append=self.config.num_slots,
+                                         max_text_tokens=self.config.max_text_tokens)
+        try:
+            return collate(values)
+        except ValueError:
+            for s, v in zip(samples, values):  # whose fault is it?
+                try:
+                    collate([v])
+                except ValueError as e:
+                    raise ValueError(f"{s.id}: {e}") from None
+            raise
 
     @contextmanager
     def _hooks(self, pos, layers, seen):

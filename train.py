@@ -8,12 +8,13 @@ Train any of the methods: one loop, one or many processes.
 samples --model.collate (in workers)--> chunks --model.forward--> Features of this rank's pairs
 --losses.gather, with gradient--> Features of the global batch --model.loss--> scalar --> AdamW
 
-W processes compute what one would: the global batch is a function of (seed, epoch, step), every
-rank takes the full-batch loss, and DDP's mean of the gradients is that of one process.
+W processes compute what one would, dropout masks aside: the global batch is a function of (seed,
+epoch, step), every rank takes the full-batch loss, DDP's mean of the gradients is one process's.
 Not here on purpose: gradient accumulation. It adds no negatives to a contrastive loss, so it is not
 training with a large batch; `chunk_size` gives exactly that in the memory of a small one.
 """
-# settings: a config file and --key=value come over these; a model's own stand in its dataclass
+# settings: configurator.py reads them from this text, puts the config file and --key=value over
+# them, and the code below uses cfg.<name>; a model's own settings stand in its dataclass
 out_dir = 'out/run'      # the run's directory: checkpoints, log.jsonl, metrics.json
 model = 'mars'           # which method: one of MODELS
 resume = False           # go on from out_dir/latest if it is there; else an existing run is refused
@@ -33,12 +34,12 @@ num_workers = 4          # loader processes per rank; 0 loads in the training pr
 batch_size = 320         # pairs in the global batch, over all processes: each has 319 negatives
 chunk_size = 0           # pairs per forward in a process; 0: all, else the two-pass exact gradient
 epochs = 5
-warmup_epochs = 1.0      # linear warmup, then cosine to zero, both per iteration
+warmup_epochs = 1.0      # linear, then cosine to zero, both per iteration (MARS: decay unstated)
 learning_rate = 2e-4
 beta1 = 0.9
 beta2 = 0.95
 weight_decay = 0.05      # none on 1-D tensors and on what the model's no_decay names
-grad_clip = 1.0          # largest norm of the whole gradient; 0: no clipping
+grad_clip = 1.0          # largest norm of the gradient (not in the paper); 0: no clipping
 seed = 0
 max_steps = 0            # stop after so many steps, the schedule unchanged; 0: all of them
 # evaluation, checkpoints, logs
@@ -46,7 +47,7 @@ select_metric = 'SumR'   # what `best` maximises on val_split: SumR, or t2v/R@1 
 eval_batch_size = 64     # items per forward in evaluation
 save_every = 0           # steps between checkpoints besides the one per epoch; 0: only those
 log_every = 10           # steps between log lines
-dtype = 'auto'           # autocast and frozen weights: bfloat16, float32; auto: bfloat16 on a GPU
+dtype = 'auto'           # frozen weights, autocast: float32, bfloat16; auto: bfloat16 on a GPU
 device = 'auto'          # cuda or cpu; auto: a GPU if there is one
 wandb = False            # also log to Weights & Biases, which is imported only then
 wandb_project = 'nanotvr'
@@ -85,7 +86,7 @@ from checkpoint import Log, describe, load_checkpoint, save_checkpoint, write_at
 # processes, devices, model
 
 def init_distributed(device='auto'):
-    """ (rank, world, torch device); joins torchrun's group: nccl on GPUs, gloo on CPUs. """
+    """(rank, world, torch device); joins torchrun's group: nccl on GPUs, gloo on CPUs."""
     if device not in ('auto', 'cpu', 'cuda'):
         raise ValueError(f"device is '{device}' and must be auto, cpu or cuda")
     use_cuda = device == 'cuda' or (device == 'auto' and torch.cuda.is_available())
@@ -105,7 +106,7 @@ def init_distributed(device='auto'):
 
 
 def torch_dtype(cfg, device):
-    """ The dtype of the frozen weights and of autocast. """
+    """The dtype of the frozen weights and of autocast."""
     if cfg.dtype not in ('auto', 'bfloat16', 'float32'):
         raise ValueError(f"dtype is '{cfg.dtype}' and must be auto, bfloat16 or float32")
     if cfg.dtype == 'auto':
@@ -114,13 +115,13 @@ def torch_dtype(cfg, device):
 
 
 def autocast_of(cfg, device):
-    """ A context for encoding; losses and similarities stay fp32 outside of it. """
+    """A context for encoding; losses and similarities stay fp32 outside of it."""
     half = torch_dtype(cfg, device) == torch.bfloat16
     return partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=half)
 
 
 def build_model(cfg, device):
-    """ The method cfg.model with its settings, on `device`, its trainable parts as initialised. """
+    """The method cfg.model with its settings, on `device`, its trainable parts as initialised."""
     file, config_name, class_name = MODELS[cfg.model]
     module = importlib.import_module(file.removesuffix('.py'))
     config_class = getattr(module, config_name)
@@ -144,21 +145,21 @@ def to_device(x, device):
 # one step
 
 def collate_chunks(samples, collate, chunk_size):
-    """ A rank's B pairs -> [inputs of a chunk, ...], ids [B], names. Padding is per chunk. """
+    """A rank's B pairs -> [inputs of a chunk, ...], ids [B], names. Padding is per chunk."""
     n = chunk_size or len(samples)
     chunks = [collate(samples[i:i + n]) for i in range(0, len(samples), n)]
     return chunks, torch.tensor([s.index for s in samples]), [s.id for s in samples]
 
 
 def global_loss(model, text, video, ids):
-    """ The loss of the global batch, the same on every rank, from this rank's Features. """
+    """The loss of the global batch, the same on every rank, from this rank's Features."""
     text = {k: losses.gather(v) for k, v in text.items()}    # [B, ...] -> [W*B, ...]
     video = {k: losses.gather(v) for k, v in video.items()}  # [B, ...] -> [W*B, ...]
     return model.loss(text, video, losses.gather_ids(ids))
 
 
 def plain_step(model, chunk, ids, autocast):
-    """ Gradients of the full-batch loss, the textbook way. -> loss, logs """
+    """Gradients of the full-batch loss, the textbook way. -> loss, logs"""
     with autocast():
         text, video = model(chunk)
     loss, logs = global_loss(unwrap(model), text, video, ids)
@@ -191,10 +192,11 @@ def cached_step(model, chunks, ids, autocast):
     # encoders' get None
     grads = torch.autograd.grad(loss, leaves + params, allow_unused=True)
     direct = [(p, g) for p, g in zip(params, grads[len(leaves):]) if g is not None]
-    # (feature gradient or None) per key and side, cut as the chunks are
-    sizes = [len(next(iter(t.values()))) for t, _ in encoded]
-    cut = iter([g.split(sizes) if g is not None else None for g in grads[:len(leaves)]])
-    cut = [{k: next(cut) for k in side} for side in (text, video)]
+    # feature gradients cut as the chunks are: by_chunk[leaf of key k][i] belongs to chunk i
+    sizes = [len(next(iter(chunk_text.values()))) for chunk_text, _ in encoded]
+    by_chunk = [g.split(sizes) if g is not None else None for g in grads[:len(leaves)]]
+    text_grads = dict(zip(text, by_chunk))                # {key: [gradient per chunk] or None}
+    video_grads = dict(zip(video, by_chunk[len(text):]))
 
     for i, (chunk, state) in enumerate(zip(chunks, states)):
         last = i == len(chunks) - 1
@@ -204,7 +206,8 @@ def cached_step(model, chunks, ids, autocast):
         with autocast():
             features = model(chunk)
         # the gradient of <feature, constant g> is g pulled back through the encoder
-        surrogate = sum((side[k] * g[k][i]).sum() for side, g in zip(features, cut)
+        surrogate = sum((side[k] * g[k][i]).sum()
+                        for side, g in zip(features, (text_grads, video_grads))
                         for k in side if g[k] is not None)
         if last:
             surrogate = surrogate + sum((p * g).sum() for p, g in direct)
@@ -224,7 +227,7 @@ def set_rng_state(state, device):
 
 
 def check_finite(loss, norm, step, chunks, names, model, autocast):
-    """ FloatingPointError, on all ranks alike, at a loss or gradient that is not finite. """
+    """FloatingPointError, on all ranks alike, at a loss or gradient that is not finite."""
     if math.isfinite(loss) and math.isfinite(norm):
         return
     bad, start = [], 0
@@ -246,20 +249,22 @@ def check_finite(loss, norm, step, chunks, names, model, autocast):
 # schedule and optimizer
 
 def lr_at(step, per_epoch, cfg):
-    """ Linear warmup over warmup_epochs, then cosine to zero; the first step (0) already moves. """
+    """Linear warmup over warmup_epochs, then cosine to zero; the first step (0) already moves."""
     total, warmup = cfg.epochs * per_epoch, cfg.warmup_epochs * per_epoch
     if step < warmup:
-        return cfg.learning_rate * (step + 1) / max(warmup, 1)
+        return cfg.learning_rate * min(1, (step + 1) / warmup)
     done = (step - warmup) / max(total - warmup, 1)
     return cfg.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def make_optimizer(model, cfg, device):
-    """ AdamW, without decay where the model says so. """
-    groups = [{'params': [], 'weight_decay': cfg.weight_decay}, {'params': [], 'weight_decay': 0.0}]
+    """AdamW, without decay where the model says so."""
+    decayed, spared = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
-            groups[model.no_decay(name)]['params'].append(p)
+            (spared if model.no_decay(name) else decayed).append(p)
+    groups = [{'params': decayed, 'weight_decay': cfg.weight_decay},
+              {'params': spared, 'weight_decay': 0.0}]
     return torch.optim.AdamW([g for g in groups if g['params']], lr=cfg.learning_rate,
                              betas=(cfg.beta1, cfg.beta2), fused=device.type == 'cuda')
 
@@ -268,7 +273,7 @@ def make_optimizer(model, cfg, device):
 # what can go wrong outside of the mathematics
 
 def check_settings(cfg, world):
-    """ Whatever can be known to be wrong before anything is loaded. -> is there a run to resume """
+    """Whatever can be known to be wrong before anything is loaded. -> is there a run to resume"""
     if cfg.batch_size % world:
         raise ValueError(f"batch_size {cfg.batch_size} is the global batch, and {world} processes "
                          "can't share it evenly")
@@ -284,7 +289,8 @@ def check_settings(cfg, world):
             raise ValueError(f"{key} is {getattr(cfg, key)}, the least is {lowest.get(key, 0)}")
     if cfg.sampler not in datalib.SAMPLERS:
         raise ValueError(f"sampler '{cfg.sampler}' is not one of {', '.join(datalib.SAMPLERS)}")
-    pick({'t2v': METRICS, 'v2t': METRICS, 'SumR': 0}, cfg.select_metric)
+    more_is_better = dict.fromkeys(('R@1', 'R@5', 'R@10', 'RSum'), 0)
+    pick({'t2v': more_is_better, 'v2t': more_is_better, 'SumR': 0}, cfg.select_metric)
     started = os.path.lexists(os.path.join(cfg.out_dir, 'latest'))
     if started and not cfg.resume:
         raise FileExistsError(f"{cfg.out_dir} already holds a run; --resume goes on with it, "
@@ -292,11 +298,8 @@ def check_settings(cfg, world):
     return started
 
 
-METRICS = dict.fromkeys(('R@1', 'R@5', 'R@10', 'RSum'), 0)  # those where more is better
-
-
 def pick(result, name):
-    """ 'SumR' or 't2v/R@1' out of an evaluation's result. """
+    """'SumR' or 't2v/R@1' out of an evaluation's result."""
     for key in name.split('/'):
         if not isinstance(result, dict) or key not in result:
             raise ValueError(f"select_metric '{name}' is no metric; use SumR, t2v/R@1, ...")
@@ -307,7 +310,10 @@ def pick(result, name):
 
 
 def catch_signals():
-    """ Ctrl-C and SIGTERM end the run after its step, with a checkpoint; a second one kills. """
+    """
+    Ctrl-C and SIGTERM end the run after its step, with a checkpoint; a second one kills. torchrun
+    passes them on and kills what still runs after 30 seconds, which save_every insures against.
+    """
     stop = {'asked': False}
 
     def handler(number, frame):
@@ -320,7 +326,7 @@ def catch_signals():
 
 
 def any_rank(flag, device):
-    """ True on all ranks when true on one: ranks that leave at different steps hang each other. """
+    """True on all ranks when true on one: ranks that leave at different steps hang each other."""
     if not dist.is_initialized():
         return flag
     value = torch.tensor([float(flag)], device=device)
@@ -329,7 +335,7 @@ def any_rank(flag, device):
 
 
 def one_line_errors(run):
-    """ An error that says what, where and what to do needs no traceback; others keep theirs. """
+    """An error that says what, where and what to do needs no traceback; others keep theirs."""
     try:
         run()
     except (ValueError, OSError, FloatingPointError) as e:
@@ -339,13 +345,12 @@ def one_line_errors(run):
         # a loader's worker hands its error over as a formatted traceback: the last line says it
         text = text[-1] if text[0].startswith('Caught') else ' '.join(text)
         sys.exit(f"{os.path.basename(sys.argv[0])}: {text}  (NANOTVR_TRACEBACK=1 shows where)")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():  # not after an error: other ranks may wait in a collective
+        dist.destroy_process_group()
 
 
 def timed(loader, clock):
-    """ The loader's batches; clock['wait'] sums up the seconds spent waiting for them. """
+    """The loader's batches; clock['wait'] sums up the seconds spent waiting for them."""
     batches = iter(loader)
     while True:
         begun = time.time()
@@ -383,7 +388,7 @@ def main(cfg):
     autocast = autocast_of(cfg, device)
     model = build_model(cfg, device)
     optimizer = make_optimizer(model, cfg, device)
-    config_json = json.dumps(describe(cfg), indent=1)
+    config_json = json.dumps(describe(cfg, world, torch_dtype(cfg, device)), indent=1)
     step, best = load_checkpoint(cfg, model, optimizer, config_json) if started else (0, None)
     say(config_json)
     for split, items in ((cfg.train_split, train_items), (cfg.val_split, val_items)):
@@ -457,6 +462,7 @@ def main(cfg):
                 spent = time.time() - clock['start']
                 log({'step': step, 'epoch': round(step / per_epoch, 3), 'loss': loss.item(),
                      **{k: float(v) for k, v in logs.items()}, 'lr': lr, 'grad_norm': norm.item(),
+                     # means since the epoch (or a resumed part of it) began
                      's/step': spent / clock['steps'], 'waiting': clock['wait'] / spent})
             epoch_end, stopped = step % per_epoch == 0, any_rank(stop['asked'], device)
             if epoch_end or step == last or stopped or step % (cfg.save_every or total) == 0:
@@ -469,8 +475,14 @@ def main(cfg):
             if step == last:
                 break
     bar.close()
-    if pairs.clips.skipped():
-        say(f"skipped {len(pairs.clips.skipped())} unreadable videos: {pairs.clips.skipped()[:8]}")
+    skipped = pairs.clips.skipped()
+    if world > 1:
+        everyone = [None] * world
+        dist.all_gather_object(everyone, skipped)
+        skipped = sorted(set(sum(everyone, [])))
+    if skipped:
+        say(f"skipped {len(skipped)} unreadable training videos: {', '.join(skipped[:8])}"
+            f"{' ...' if len(skipped) > 8 else ''}")
     if best is None:  # a run that was stopped in its first epoch and now goes no further
         best = {'score': math.nan, 'step': None}
     say(f"done: {step} steps, best {cfg.select_metric} on {cfg.val_split} {best['score']:.2f} at "

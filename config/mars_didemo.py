@@ -1,10 +1,12 @@
-# MARS on DiDeMo with VideoChat-Flash-Qwen2-7B at 448 px: first column of the paper's Table A2
-# paper: T2V R@1 79.7, V2T R@1 75.7 (Table 1, no DSL). ours: not run yet
+# MARS on DiDeMo with VideoChat-Flash-Qwen2-7B: the settings of the paper's Table A2
+# paper: T2V R@1 79.7, V2T R@1 75.7 (Table 1, no DSL).
+# ours: not run, nor runnable yet: backbones.py lacks VideoChat-Flash
 # the paper used 2x A100 40GB:
 # $ torchrun --standalone --nproc_per_node=2 train.py config/mars_didemo.py
 
 out_dir = 'out/mars_didemo'
 model = 'mars'
+# Choice: the 448 px checkpoint, the only one whose cost fits the paper's Table 4
 backbone = 'OpenGVLab/VideoChat-Flash-Qwen2-7B_res448'
 data = 'data/didemo'
 paragraph = True  # 3.9 captions per video, joined by blanks (App. A.1)

@@ -1,10 +1,12 @@
-# MARS on MSR-VTT 1k-A with VideoChat-Flash-Qwen2-7B at 448 px: the paper's Table A2
-# paper: T2V R@1 61.6, V2T R@1 59.0 (Table 1, no DSL). ours: not run yet
+# MARS on MSR-VTT 1k-A with VideoChat-Flash-Qwen2-7B: the settings of the paper's Table A2
+# paper: T2V R@1 61.6, V2T R@1 59.0 (Table 1, no DSL).
+# ours: not run, nor runnable yet: backbones.py lacks VideoChat-Flash
 # the paper used 2x A100 40GB:
 # $ torchrun --standalone --nproc_per_node=2 train.py config/mars_msrvtt.py
 
 out_dir = 'out/mars_msrvtt'
 model = 'mars'
+# Choice: the 448 px checkpoint, the only one whose cost fits the paper's Table 4
 backbone = 'OpenGVLab/VideoChat-Flash-Qwen2-7B_res448'
 data = 'data/msrvtt'
 paragraph = False  # 20 captions per video, each one a pair of its own (App. A.1)

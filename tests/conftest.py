@@ -19,7 +19,7 @@ SPECIAL = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<|vision_start|>', '<
 
 
 def make_tokenizer(folder):
-    """ A byte-level BPE tokenizer with Qwen2's special tokens, learned on a handful of words. """
+    """A byte-level BPE tokenizer with Qwen2's special tokens, learned on a handful of words."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -36,7 +36,7 @@ def make_tokenizer(folder):
 
 
 def make_qwen2vl(folder, layers=3, hidden=32, seed=0, **text):
-    """ A random Qwen2-VL of the native class, saved: frames of 16x16, patch 4, merge 2. """
+    """A random Qwen2-VL of the native class, saved: frames of 16x16, patch 4, merge 2."""
     import torch
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
     tok = make_tokenizer(folder)
@@ -69,7 +69,7 @@ def tiny_qwen2vl(tmp_path_factory):
 
 
 def make_clips(folder, seed=0, **counts):
-    """ A data folder: <split>.jsonl and H.264 clips of 8 frames 32x32, one caption per clip. """
+    """A data folder: <split>.jsonl and H.264 clips of 8 frames 32x32, one caption per clip."""
     import av
     import numpy as np
     rng = np.random.default_rng(seed)

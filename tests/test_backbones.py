@@ -38,7 +38,7 @@ def clips(*lengths, side=16, seed=0):
 # frames
 
 def transformers_smart_resize():
-    """ Their function out of their file: importing it would want torchvision. """
+    """Their function out of their file: importing it would want torchvision."""
     file = Path(transformers.__file__).parent / 'models/qwen2_vl/image_processing_qwen2_vl.py'
     body = ast.parse(file.read_text(encoding='utf-8')).body
     body = [n for n in body if isinstance(n, ast.FunctionDef) and n.name == 'smart_resize']

@@ -24,7 +24,7 @@ CPU = torch.device('cpu')
 
 
 def run(capsys, *args, data='no/such/folder'):
-    """ -> the lines as dicts, and what was printed """
+    """-> the lines as dicts, and what was printed"""
     lines = bench.main(configure(bench.__file__, [*TINY, f'--data={data}', *args]))
     printed = capsys.readouterr().out
     parsed = [json.loads(line) for line in printed.splitlines() if line.startswith('{')]

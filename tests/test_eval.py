@@ -503,10 +503,10 @@ def test_three_processes_drop_and_repeat_nothing(tmp_path):
 
 
 def test_settings_of_the_command_line_go_over_the_runs(run, capsys):
-    cfg, step = E.load_settings(settings("--ckpt", run.out, "--eval_batch_size=2"))
+    cfg, step, _ = E.load_settings(settings("--ckpt", run.out, "--eval_batch_size=2"))
     assert cfg.eval_batch_size == 2 and cfg.num_frames == 4 and cfg.data == run.cfg.data
     assert step.resolve().name == "step_000007" and capsys.readouterr().out == ""
-    cfg, step = E.load_settings(settings("--ckpt", f"{run.out}/step_000007", "--num_frames=2",
+    cfg, step, _ = E.load_settings(settings("--ckpt", f"{run.out}/step_000007", "--num_frames=2",
                                          "--text_prompt={caption} in one word:"))
     assert cfg.num_frames == 2 and step.name == "step_000007"
     out = capsys.readouterr().out

@@ -47,7 +47,7 @@ DROPOUT = 0.2
 
 @pytest.fixture(scope='module', autouse=True)
 def fork_server():
-    """ Imports this file, and so torch and all of ours, in the background of the first tests. """
+    """Imports this file, and so torch and all of ours, in the background of the first tests."""
     with pytest.MonkeyPatch.context() as m:
         m.setenv('PYTHONPATH', f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
         m.setenv('OMP_NUM_THREADS', '1')
@@ -68,7 +68,7 @@ def child(rank, world, port, output, job, args):
 
 
 def launch(job, *args, world=1, output, timeout=300):
-    """ job(*args) in `world` fresh processes -> exit codes; their output lies in output.<rank>. """
+    """job(*args) in `world` fresh processes -> exit codes; their output lies in output.<rank>."""
     with socket.socket() as s:
         s.bind(('localhost', 0))
         port = s.getsockname()[1]
@@ -86,7 +86,7 @@ def launch(job, *args, world=1, output, timeout=300):
 
 
 def argv(out, data, backbone, **changes):
-    """ Arguments of a tiny run: 4 steps per epoch, 8 in all, stopped after 6, saved at 3, 4, 6. """
+    """Arguments of a tiny run: 4 steps per epoch, 8 in all, stopped after 6, saved at 3, 4, 6."""
     settings = dict(out_dir=out, data=data, backbone=backbone, batch_size=6, epochs=2, max_steps=6,
                     save_every=3, learning_rate=1e-2, num_frames=2, num_workers=0, log_every=1,
                     eval_batch_size=16, lora_r=4, lora_alpha=8, lora_dropout=DROPOUT, device='cpu')
@@ -94,7 +94,7 @@ def argv(out, data, backbone, **changes):
 
 
 def run(args, strike=None):
-    """ A whole run. strike (n, ranks, signal): in the n-th step these ranks send it themselves. """
+    """A whole run. strike (n, ranks, signal): in the n-th step these ranks send it themselves."""
     steps = {'n': 0}
 
     def struck(step, *args):
@@ -115,7 +115,7 @@ def run_script(args):
 
 
 def train_here(args):
-    """ A whole run in this process. """
+    """A whole run in this process."""
     cfg = configure(TRAIN, args, train.SETTINGS)
     handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -126,7 +126,7 @@ def train_here(args):
 
 
 def error_of(args):
-    """ The one line that a run started like this ends with. """
+    """The one line that a run started like this ends with."""
     with pytest.raises(SystemExit) as e:
         train.one_line_errors(lambda: train_here(args))
     assert isinstance(e.value.code, str)  # what Python prints to stderr, with exit code 1
@@ -165,7 +165,7 @@ LEARNED = dict(num_slots=3, lora_r=4, lora_alpha=8, learn_gamma=True, gamma=20.0
 
 
 def mars(path, **settings):
-    """ MARS with every parameter off its start: lora_B = 0 would leave lora_A no gradient. """
+    """MARS with every parameter off its start: lora_B = 0 would leave lora_A no gradient."""
     torch.manual_seed(0)
     model = MARS(MARSConfig(backbone=path, **{**LEARNED, **settings}), backbones.load(path))
     with torch.no_grad():
@@ -175,7 +175,7 @@ def mars(path, **settings):
 
 
 def samples(n):
-    """ Videos 0 to 4 in turn: from the sixth pair on each has a second caption. """
+    """Videos 0 to 4 in turn: from the sixth pair on each has a second caption."""
     rng = np.random.default_rng(0)
     words = 'a red blue circle square moves grows left right then it shrinks'.split()
     return [SimpleNamespace(id=f'clip{i}', index=i % 5, caption=' '.join(rng.choice(words, 2 + i)),
@@ -184,7 +184,7 @@ def samples(n):
 
 
 def literal(model, ranks, ids, seed=0):
-    """ What must come out: chunk after chunk with its graph, then one loss and one backward. """
+    """What must come out: chunk after chunk with its graph, then one loss and one backward."""
     encoded = []
     for rank, chunks in enumerate(ranks):
         torch.manual_seed(seed + rank)
@@ -288,7 +288,7 @@ def test_two_processes_compute_the_gradient_of_one(tiny_qwen2vl, tmp_path):
 
 @pytest.fixture(scope='module')
 def finished(tiny_data, tiny_qwen2vl, tmp_path_factory):
-    """ A run of 6 steps with the gradient cache, in one process. """
+    """A run of 6 steps with the gradient cache, in one process."""
     out = tmp_path_factory.mktemp('finished') / 'run'
     args = argv(out, tiny_data, tiny_qwen2vl, chunk_size=4)
     output = out.parent / 'output'
@@ -399,11 +399,11 @@ def test_a_checkpoint_executes_no_code_and_a_broken_one_is_named(
 # killed at any moment, one file system call after the other
 
 class Killed(BaseException):
-    """ No `except Exception` stops it, as none stops kill -9. """
+    """No `except Exception` stops it, as none stops kill -9."""
 
 
 class Bystander(torch.nn.Module):
-    """ A model as far as a checkpoint knows. Its weights are the number of the step. """
+    """A model as far as a checkpoint knows. Its weights are the number of the step."""
 
     def __init__(self):
         super().__init__()
@@ -428,7 +428,7 @@ class Bystander(torch.nn.Module):
 
 
 class Trap:
-    """ Counts changes of the file system and is killed before number `at`. """
+    """Counts changes of the file system and is killed before number `at`."""
     EVENTS = {'os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'os.symlink', 'os.truncate'}
     armed = None
 
@@ -456,7 +456,7 @@ class Trap:
 
     @staticmethod
     def halfway(write, path_of):
-        """ A writer that may also be killed after half of its file. """
+        """A writer that may also be killed after half of its file."""
         def wrapped(*args, **kw):
             trap, Trap.armed = Trap.armed, None  # what the library does inside is one write
             if trap:
@@ -483,13 +483,13 @@ def trapped(monkeypatch, tmp_path):
 
 
 def save(trapped, model, step, best, is_best=False):
-    """ As train.py does it; weights and optimizer state tell which step they belong to. """
+    """As train.py does it; weights and optimizer state tell which step they belong to."""
     optimizer = torch.optim.AdamW(model.set(step).parameters(), lr=step)
     save_checkpoint(trapped.cfg, model, optimizer, step, best, trapped.config, is_best)
 
 
 def load(trapped, link='latest'):
-    """ -> (step, best), every value checked. """
+    """-> (step, best), every value checked."""
     model = Bystander()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     out, folder = trapped.cfg.out_dir, os.path.join(trapped.cfg.out_dir, link)
@@ -567,7 +567,7 @@ def test_a_kill_in_the_first_save_leaves_nothing_in_the_way(trapped):
 
 
 def test_a_folder_that_no_link_names_is_written_anew(trapped):
-    """ It may be half removed, or from a run with other settings that died in its first save. """
+    """It may be half removed, or from a run with other settings that died in its first save."""
     os.makedirs(os.path.join(trapped.cfg.out_dir, 'step_000001', 'state'))
     save(trapped, Bystander(), 1, None)
     assert load(trapped) == (1, None)

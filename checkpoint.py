@@ -121,14 +121,14 @@ def load_checkpoint(cfg, model, optimizer, config_json):
     folder = os.path.join(cfg.out_dir, 'latest')
     old_run, new_run = read(os.path.join(folder, 'config.json'), read_json), json.loads(config_json)
     old = {**old_run['settings'], 'precision': old_run.get('precision')}
-    new = {**new_run['settings'], 'precision': new_run['precision']}
+    new = {**new_run['settings'], 'precision': new_run.get('precision')}
     differ = [f"{k} = {old.get(k)!r}, now {new.get(k)!r}" for k in sorted(old.keys() | new.keys())
               if k not in MAY_CHANGE and old.get(k) != new.get(k)]
     if differ:
         raise ValueError(f"{cfg.out_dir} was started with other settings ({'; '.join(differ)}): "
                          "set them back to resume, or use another --out_dir")
-    if old_run.get('world') != new_run['world']:
-        print(f"note: begun by {old_run.get('world')} process(es), resumed by {new_run['world']}: "
+    if old_run.get('world') != new_run.get('world'):
+        print(f"note: begun by {old_run.get('world')} process(es), resumed by {new_run.get('world')}: "
               "the same batches and losses, other dropout masks", file=sys.stderr)
     tensors = read(os.path.join(folder, 'model.safetensors'), load_file)
     state = read(os.path.join(folder, 'state', 'state.pt'),

@@ -65,12 +65,12 @@ TILE = 512                         # texts x videos scored at once
 def ranks(sim, target):
     """
     Rank of each query's target: 1 + #(strictly higher) + #(equal others) / 2. -> float64 [Nq]
-    That is the expected rank when ties are broken at random, whatever the order of the gallery.
+    With one target that is the expected rank under random tie-breaking, whatever the order.
 
     sim     [Nq, Ng] scores of the gallery for each query
     target  [Nq] index of the right candidate, or several: lists of indices or a bool mask [Nq, Ng].
-            Of several the best ranked counts, and the other right ones are not in its way: of n
-            that tie for best with m others, the first stands m / (n + 1) places down on average.
+            Of several the best ranked counts, and the other right ones are not in its way. (Where
+            several right ones tie with others, / 2 is on the safe side of the expected rank.)
     """
     sim = torch.as_tensor(sim)
     sim = sim if sim.dtype == torch.float64 else sim.float()
@@ -79,8 +79,7 @@ def ranks(sim, target):
     best = sim.masked_fill(~own, float("-inf")).amax(1, keepdim=True)
     higher = ((sim > best) & ~own).sum(1)
     equal = ((sim == best) & ~own).sum(1)
-    n = ((sim == best) & own).sum(1)                               # 1 with a single target
-    return 1 + higher.double() + equal.double() / (n + 1)
+    return 1 + higher.double() + equal.double() / 2
 
 
 def target_mask(target, shape):

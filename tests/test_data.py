@@ -207,7 +207,7 @@ def test_bad_annotation_names_file_and_line(tmp_path, bad, says):
 def test_duplicate_ids_missing_empty_and_other_encodings(tmp_path):
     with pytest.raises(ValueError, match=r"a.jsonl:3: id 'x' is already used in line 1"):
         data.load_annotations(write(tmp_path / "a.jsonl", row("x"), row("y"), row("x")))
-    with pytest.raises(FileNotFoundError, match="prepare.py"):
+    with pytest.raises(FileNotFoundError, match="not found: write it as the README"):
         data.load_annotations(str(tmp_path / "none.jsonl"))
     with pytest.raises(ValueError, match="every line is blank"):
         data.load_annotations(write(tmp_path / "b.jsonl", "", " "))

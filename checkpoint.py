@@ -60,8 +60,8 @@ def point(out_dir, name, target):
 
 def save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best):
     """
-    Writes step_XXXXXX, points `best` (if it is) and `latest` to it, removes what neither points to.
-    One process only.
+    Writes the folder of this step, points `best` (if it is) and `latest` to it, removes what
+    neither points to. One process only.
     """
     name = f'step_{step:06d}'
     folder = os.path.join(cfg.out_dir, name)

@@ -26,6 +26,7 @@ bench: .venv/installed
 
 .venv/installed: requirements.txt
 	@test -n "$(PYTHON)" || { echo "nanoTVR needs Python 3.11 or newer: make PYTHON=/path/to/python"; exit 1; }
+	@echo 'making .venv: some GB of packages, a few minutes the first time'
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet -r requirements.txt
 	touch $@

@@ -16,10 +16,10 @@ a kill at any moment leaves the old or the new, never half of one.
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,6 +30,9 @@ from tqdm import tqdm
 MAY_CHANGE = {'resume', 'out_dir', 'max_steps', 'save_every', 'log_every', 'num_workers', 'device',
               'eval_batch_size', 'frame_cache', 'video_root', 'chunk_size', 'wandb',
               'wandb_project'}
+
+
+LEFT_BY_A_KILL = re.compile(r'(\.(step_\d+|latest|best)|config\.json|log\.jsonl)\.\d+\.tmp')
 
 
 def write_atomic(path, text):
@@ -86,9 +89,9 @@ def save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best):
     point(cfg.out_dir, 'latest', name)
     for entry in os.listdir(cfg.out_dir):
         path = os.path.join(cfg.out_dir, entry)
-        # left by a kill; eval.py may be writing its metrics.json right now
-        half_written = entry.endswith('.tmp') and not entry.startswith('metrics')
-        if half_written or (entry.startswith('step_') and path not in linked(cfg.out_dir)):
+        # only names that this file gives: whatever else lies in the folder is somebody's own
+        if LEFT_BY_A_KILL.fullmatch(entry) or (
+                re.fullmatch(r'step_\d{6,}', entry) and path not in linked(cfg.out_dir)):
             remove(path)
 
 
@@ -103,9 +106,9 @@ def read(path, reader):
     try:
         return reader(path)
     except Exception as e:  # those of json, safetensors, zip and pickle share no base class
-        reason = (str(e).splitlines() or [type(e).__name__])[0]
-        raise ValueError(f"can't read {path}: {reason}; restore it, point latest to another "
-                         "step_* folder, or start over in another --out_dir") from None
+        reason = (str(e).splitlines() or [''])[0].split('. ')[0]
+        raise ValueError(f"can't read {path} ({type(e).__name__}: {reason}); restore it, point "
+                         "latest to another step_* folder, or use another --out_dir") from None
 
 
 def read_json(path):
@@ -119,23 +122,29 @@ def load_checkpoint(cfg, model, optimizer, config_json):
     ValueError when the run was started with settings that compute something else.
     """
     folder = os.path.join(cfg.out_dir, 'latest')
-    old_run, new_run = read(os.path.join(folder, 'config.json'), read_json), json.loads(config_json)
-    old = {**old_run['settings'], 'precision': old_run.get('precision')}
-    new = {**new_run['settings'], 'precision': new_run.get('precision')}
+    def with_precision(run):
+        return {**run['settings'], 'precision': run.get('precision')}, run.get('world')
+
+    old, old_world = read(os.path.join(folder, 'config.json'),
+                          lambda path: with_precision(read_json(path)))
+    new, new_world = with_precision(json.loads(config_json))
     differ = [f"{k} = {old.get(k)!r}, now {new.get(k)!r}" for k in sorted(old.keys() | new.keys())
               if k not in MAY_CHANGE and old.get(k) != new.get(k)]
     if differ:
         raise ValueError(f"{cfg.out_dir} was started with other settings ({'; '.join(differ)}): "
                          "set them back to resume, or use another --out_dir")
-    if old_run.get('world') != new_run.get('world'):
-        print(f"note: begun by {old_run.get('world')} process(es), resumed by {new_run.get('world')}: "
+    if old_world != new_world:
+        print(f"note: begun by {old_world} process(es), resumed by {new_world}: "
               "the same batches and losses, other dropout masks", file=sys.stderr)
     tensors = read(os.path.join(folder, 'model.safetensors'), load_file)
-    state = read(os.path.join(folder, 'state', 'state.pt'),
-                 partial(torch.load, map_location='cpu', weights_only=True))
+    def parts(path):
+        state = torch.load(path, map_location='cpu', weights_only=True)
+        return state['optimizer'], int(state['step']), state['best']
+
+    optimizer_state, step, best = read(os.path.join(folder, 'state', 'state.pt'), parts)
     model.load_trainable(tensors)
-    optimizer.load_state_dict(state['optimizer'])
-    return state['step'], state['best']
+    optimizer.load_state_dict(optimizer_state)
+    return step, best
 
 
 def describe(cfg, world=1, dtype=torch.float32):
@@ -164,7 +173,7 @@ class Log:
         if quiet:
             return
         if os.path.exists(self.path):
-            with open(self.path, encoding='utf-8') as f:
+            with open(self.path, encoding='utf-8', errors='replace') as f:
                 lines = [line for line in f if self.step_of(line) <= step]
             write_atomic(self.path, ''.join(lines))
         if cfg.wandb:
@@ -178,7 +187,7 @@ class Log:
     @staticmethod
     def step_of(line):
         try:
-            return json.loads(line)['step']
+            return float(json.loads(line)['step'])
         except (ValueError, KeyError, TypeError):  # cut short by a kill
             return float('inf')
 

@@ -171,7 +171,7 @@ def run_config(path, script):
         raise SystemExit(f"{path}: no such config file" + nearest_config(path, script))
     names = {"__file__": path, "__name__": "config"}
     try:
-        with open(path, encoding="utf-8") as f:
+        with open(path, encoding="utf-8-sig") as f:
             exec(compile(f.read(), path, "exec"), names)
     except Exception as e:
         line, tb = getattr(e, "lineno", None), e.__traceback__

@@ -13,6 +13,7 @@ are right they give the same pixels, bit for bit, upright. An image is a video o
 Not here on purpose: augmentation, normalisation and the backbone's own resize (its processor's).
 """
 import gc
+import glob
 import hashlib
 import importlib.util
 import json
@@ -20,6 +21,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import unicodedata
 from dataclasses import dataclass, field
 
@@ -62,14 +64,16 @@ def load_annotations(path, paragraph=False):
         prepare = os.path.join(os.path.dirname(path), "prepare.py")
         how = f"run `python {prepare}`" if os.path.isfile(prepare) else \
             "write it as the README's 'Your own videos' says, or set --data"
-        raise FileNotFoundError(f"annotations {path} not found: {how}")
+        there = sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "*.jsonl")))
+        there = f" (there are {', '.join(map(os.path.basename, there))})" if there else ""
+        raise FileNotFoundError(f"annotations {os.path.abspath(path)} not found: {how}{there}")
     items, seen = [], {}
     with open(path, "rb") as f:  # bytes: only \n ends a line, U+2028 inside a caption does not
         for n, line in enumerate(f, 1):
             try:
                 line = line.decode("utf-8-sig" if n == 1 else "utf-8").strip()
                 item = parse_item(line) if line else None
-            except ValueError as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors too
+            except (ValueError, RecursionError) as e:  # the decoders' errors are ValueErrors too
                 raise ValueError(f"{path}:{n}: {e}") from None
             if item is None:
                 continue
@@ -539,7 +543,13 @@ def make_loader(dataset, batches, collate, workers=0):
 
 def init_worker(worker):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked tokenizer would warn or lock up
-    # ctrl-C and a SIGTERM to all processes are the parent's business, which ends the workers when
-    # it is done; a second SIGTERM is the parent's own
+    # ctrl-C, and a SIGTERM to all processes, are for the parent, which ends its workers when done
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    first = []
+
+    def terminate(number, frame):
+        first.append(time.monotonic())
+        if first[-1] - first[0] > 10:  # not the volley that the parent got too: it means this one
+            os._exit(1)
+
+    signal.signal(signal.SIGTERM, terminate)

@@ -340,6 +340,8 @@ def compare_runs(folders, split, dsl=False):
             raise ValueError(f"{file} has no results on {split!r}{' with DSL' if dsl else ''}: run "
                              f"`python eval.py --ckpt {folder} --split {split}"
                              f"{' --dsl' if dsl else ''}` first")
+        if "n_text" not in results[split]:
+            raise ValueError(f"{file} holds no result of eval.py for {split!r}; run it again")
         rows.append(results[split])
     a = rows[0]
     for folder, r in zip(folders, rows):
@@ -397,6 +399,7 @@ def load_settings(args, say=print):
         if key in ("num_frames", "text_prompt", "video_prompt", "paragraph"):
             say(f"warning: {key} is {value!r} here and {settings.get(key)!r} in training; the "
                 "result is not the run's")
+        if key not in ("eval_batch_size", "num_workers", "frame_cache"):
             other[key] = value
         settings[key] = value
     return SimpleNamespace(**settings), step, other
@@ -416,7 +419,10 @@ def with_defaults(settings):
 
 def read_json(path):
     try:
-        return jsonlib.loads(path.read_text(encoding="utf-8"))
+        found = jsonlib.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no {...}")
+        return found
     except ValueError as e:
         raise ValueError(f"{path} is no JSON file ({e}); delete it or restore it") from None
 
@@ -435,6 +441,11 @@ def main(args):
     rank, _, device = train.init_distributed(args.device)
     say = print if rank == 0 else lambda *_: None
     cfg, step, other = load_settings(args, say)
+    if Path(args.ckpt, "metrics.json").is_file():
+        read_json(Path(args.ckpt, "metrics.json"))   # better now than after the work
+    if cfg.eval_batch_size < 1 or cfg.num_workers < 0:
+        raise ValueError(f"eval_batch_size {cfg.eval_batch_size} must be at least 1, num_workers "
+                         f"{cfg.num_workers} at least 0")
     items = load_annotations(os.path.join(cfg.data, f"{args.split}.jsonl"), cfg.paragraph)
     model = train.build_model(cfg, device)
     model.load_trainable(load_file(str(step / "model.safetensors")))
@@ -447,6 +458,7 @@ def main(args):
     if rank == 0:
         # one entry per split for the run as it is; anything else has a name of its own
         name = " ".join([args.split, *([args.which] if args.which != "best" else []),
+                         *([f"v2t={args.v2t}"] if args.v2t != "best" else []),
                          *(f"{k}={v}" for k, v in other.items())])
         save_result(Path(args.ckpt, "metrics.json"), result, name)
         if args.json:

@@ -78,7 +78,8 @@ class MARSConfig:
                              f"got {self.gamma}")
         for key, need, other in (("video_prompt", "<video>", "{caption}"),
                                  ("text_prompt", "{caption}", "<video>")):
-            prompt = getattr(self, key)
+            prompt = getattr(self, key).replace("\\n", "\n")  # a shell passes \n as two letters
+            setattr(self, key, prompt)
             if prompt.count(need) != 1 or other in prompt:
                 raise ValueError(f"{key} must hold {need} once and no {other}; got {prompt!r}")
 

@@ -282,6 +282,13 @@ def check_settings(cfg, world):
                          "optimistic numbers; use a validation split, or say --select_on_test=true")
     if cfg.warmup_epochs > cfg.epochs > 0:
         raise ValueError(f"warmup_epochs {cfg.warmup_epochs} is more than epochs {cfg.epochs}")
+    for key in ('beta1', 'beta2'):
+        if not 0 <= getattr(cfg, key) < 1:
+            raise ValueError(f"{key} is {getattr(cfg, key)} and must be at least 0 and below 1")
+    if cfg.seed >= 2 ** 31:
+        raise ValueError(f"seed is {cfg.seed} and must be below 2^31")
+    if not cfg.out_dir or os.path.isfile(cfg.out_dir):
+        raise ValueError(f"out_dir '{cfg.out_dir}' is no folder, and can't become one")
     lowest = {'log_every': 1, 'eval_batch_size': 1, 'batch_size': 2}
     for key in ('epochs', 'warmup_epochs', 'chunk_size', 'num_workers', 'save_every', 'max_steps',
                 'grad_clip', 'weight_decay', 'learning_rate', 'frame_size', 'seed', *lowest):
@@ -311,14 +318,15 @@ def pick(result, name):
 
 def catch_signals():
     """
-    Ctrl-C and SIGTERM end the run after its step, with a checkpoint; a second one kills. torchrun
+    Ctrl-C and SIGTERM end the run after its step, with a checkpoint; two Ctrl-C kill. torchrun
     passes them on and kills what still runs after 30 seconds, which save_every insures against.
     """
     stop = {'asked': False}
 
     def handler(number, frame):
         stop['asked'] = True
-        signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGINT:  # a SIGTERM may well come twice, from a scheduler and torchrun
+            signal.signal(number, signal.SIG_DFL)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handler)
@@ -345,6 +353,8 @@ def one_line_errors(run):
         # a loader's worker hands its error over as a formatted traceback: the last line says it
         text = text[-1] if text[0].startswith('Caught') else ' '.join(text)
         sys.exit(f"{os.path.basename(sys.argv[0])}: {text}  (NANOTVR_TRACEBACK=1 shows where)")
+    except KeyboardInterrupt:
+        sys.exit(f"{os.path.basename(sys.argv[0])}: interrupted")
     if dist.is_initialized():  # not after an error: other ranks may wait in a collective
         dist.destroy_process_group()
 
@@ -370,6 +380,8 @@ def main(cfg):
     started = check_settings(cfg, world)
     if cfg.val_split == 'test':
         say("warning: `best` is picked on the test split, so its test numbers are optimistic")
+    if cfg.val_split == cfg.train_split:
+        say("warning: `best` is picked on the training split, where more training is always better")
 
     # ---- data
     root = cfg.video_root or os.path.join(cfg.data, 'videos')

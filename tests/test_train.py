@@ -699,7 +699,7 @@ def test_a_run_that_was_stopped_before_any_validation_may_end_there(
     (dict(select_metric='R@1'), "select_metric 'R@1' is no metric"),
     (dict(select_metric='t2v'), 'several numbers; use for example t2v/R@1'),
     (dict(select_metric='t2v/MdR'), "select_metric 't2v/MdR' is no metric"),
-    (dict(data='nowhere'), 'annotations nowhere/train.jsonl not found'),
+    (dict(data='nowhere'), 'nowhere/train.jsonl not found'),
     (dict(train_split='dev'), 'dev.jsonl not found'),
     (dict(video_root='nowhere'), 'video_root nowhere is no folder'),
     (dict(backbone='./nowhere'), "backbone './nowhere': no such folder"),

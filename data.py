@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 import unicodedata
 from dataclasses import dataclass, field
 
@@ -543,13 +542,5 @@ def make_loader(dataset, batches, collate, workers=0):
 
 def init_worker(worker):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked tokenizer would warn or lock up
-    # ctrl-C, and a SIGTERM to all processes, are for the parent, which ends its workers when done
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    first = []
-
-    def terminate(number, frame):
-        first.append(time.monotonic())
-        if first[-1] - first[0] > 10:  # not the volley that the parent got too: it means this one
-            os._exit(1)
-
-    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)    # ctrl-C is the parent's, which ends the workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)    # not the handler that is forked along

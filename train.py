@@ -359,12 +359,17 @@ def one_line_errors(run):
         dist.destroy_process_group()
 
 
-def timed(loader, clock):
+def timed(loader, clock, stop):
     """The loader's batches; clock['wait'] sums up the seconds spent waiting for them."""
     batches = iter(loader)
     while True:
         begun = time.time()
-        batch = next(batches, None)
+        try:
+            batch = next(batches, None)
+        except RuntimeError:  # a SIGTERM to all processes took the workers too: a new loader goes on
+            if not stop['asked']:
+                raise
+            return
         clock['wait'] += time.time() - begun
         if batch is None:
             return
@@ -450,7 +455,7 @@ def main(cfg):
         batches = datalib.StepSampler(len(pairs), cfg.batch_size, cfg.seed, epoch, at, rank, world)
         loader = datalib.make_loader(pairs, batches, collate, cfg.num_workers)
         clock = {'start': time.time(), 'wait': 0.0, 'steps': 0}
-        for chunks, ids, names in timed(loader, clock):
+        for chunks, ids, names in timed(loader, clock, stop):
             chunks, ids = [to_device(chunk, device) for chunk in chunks], ids.to(device)
             model.train()
             # dropout is a function of (seed, step, rank): no state of it to restore on resuming

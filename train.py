@@ -366,7 +366,7 @@ def timed(loader, clock, stop):
         begun = time.time()
         try:
             batch = next(batches, None)
-        except RuntimeError:  # a SIGTERM to all processes took the workers too: a new loader goes on
+        except RuntimeError:  # SIGTERM to all processes took the workers too; a new loader goes on
             if not stop['asked']:
                 raise
             return

@@ -882,3 +882,26 @@ def test_every_setting_is_read_by_something(script, cls):
     source = '\n'.join(p.read_text(encoding='utf-8') for p in ROOT.glob('*.py'))
     for name in read_settings(str(ROOT / script), cls):
         assert re.search(rf'\b(cfg|config|args)\.{name}\b', source), f'{name} is a dead setting'
+
+
+def test_workers_lost_to_a_stop_end_the_batches_and_others_are_an_error():
+    def lost():
+        yield 1
+        raise RuntimeError('DataLoader worker is killed by signal: Terminated')
+
+    assert list(train.timed(lost(), {'wait': 0.0}, {'asked': True})) == [1]
+    with pytest.raises(RuntimeError, match='Terminated'):
+        list(train.timed(lost(), {'wait': 0.0}, {'asked': False}))
+
+
+@pytest.mark.parametrize('name, ours', [
+    ('.step_000012.77.tmp', True), ('.latest.77.tmp', True), ('config.json.77.tmp', True),
+    ('log.jsonl.77.tmp', True), ('notes.tmp', False), ('step_keep', False),
+    ('metrics.json.77.tmp', False), ('.step_000012.tmp', False)])
+def test_only_leftovers_of_our_own_names_are_removed(name, ours):
+    assert bool(checkpoint.LEFT_BY_A_KILL.fullmatch(name)) == ours
+
+
+def test_a_prompt_typed_in_a_shell_has_its_line_break():
+    from model_mars import MARSConfig
+    assert MARSConfig(video_prompt=r'<video>\nWhat?').video_prompt == '<video>\nWhat?'

@@ -1,6 +1,7 @@
 """
 The MLLM zoo: how each family turns (frames, prompt) into decoder inputs. MARS and SLQ read hidden
 states, so all they need is one small handle per family, `Backbone`: where things live, and inputs.
+PHA-Net needs two towers instead, `DualEncoder`.
 
     frames uint8 [T, H, W, 3] --family's resize, patches--> pixel inputs     (in loader workers)
     "<video>\nSummarize ..." or "{caption}\n..." --chat template, tokens--> input_ids [B, L]
@@ -127,9 +128,21 @@ class Backbone:
         return inputs
 
 
+@dataclass
+class DualEncoder:
+    """A CLIP: two towers and a projection each. Made by `load`; PHA-Net trains it."""
+    family: str
+    path: str
+    model: Any            # transformers CLIPModel
+    tokenizer: Any        # with bos and eos, the start and end of every text
+    pixels: Callable      # frames uint8 [T, H, W, 3] -> uint8 [T, 3, S, S]: resized, center cut
+    mean: tuple           # of the pixels / 255, and
+    std: tuple            # their standard deviation: not applied by pixels()
+
+
 def load(path, max_pixels=0, dtype=None):
     """
-    A Backbone from a hub id or a folder in the layout of `save_pretrained`.
+    A Backbone or a DualEncoder, from a hub id or a folder in the layout of `save_pretrained`.
 
     max_pixels  most pixels per frame, which sets a video's LLM tokens; 0: the checkpoint's limit
     dtype       torch dtype of the frozen weights; default bfloat16 on a GPU, float32 on a CPU
@@ -244,4 +257,31 @@ def qwen2_vl(path, max_pixels, **kw):
         vision_token='<|video_pad|>', pixels=pixels, positions=positions)
 
 
-FAMILIES = {'qwen2_vl': qwen2_vl}
+def clip(path, max_pixels, **kw):
+    """CLIP ViT-B/32, B/16, ...: square frames, at most 77 text tokens."""
+    model = transformers.CLIPModel.from_pretrained(path, **kw)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    for name in ('bos', 'eos'):  # eos_token_id in the config may be wrong (old files say 2)
+        if getattr(tokenizer, f'{name}_token_id') is None:
+            raise ValueError(f"backbone {path!r}: its tokenizer has no {name} token, so it is no "
+                             "CLIP's")
+    pre, _ = ImageProcessingMixin.get_image_processor_dict(path)
+    side = model.config.vision_config.image_size
+
+    def pixels(frames):
+        x = torch.from_numpy(frames).permute(0, 3, 1, 2)                       # [T, 3, H, W]
+        H, W = x.shape[-2:]
+        if max(H, W) > 200 * min(H, W):
+            raise ValueError(f"a frame of {W}x{H} is too thin: the longer side may be at most 200 "
+                             "times the other")
+        h, w = side * H // min(H, W), side * W // min(H, W)  # the shorter side becomes S
+        if (h, w) != (H, W):
+            x = F.interpolate(x, (h, w), mode='bicubic', antialias=True)  # in uint8
+        top, left = (h - side) // 2, (w - side) // 2
+        return x[..., top:top + side, left:left + side].contiguous()           # [T, 3, S, S]
+
+    return DualEncoder(family='clip', path=path, model=model, tokenizer=tokenizer, pixels=pixels,
+                       mean=tuple(pre['image_mean']), std=tuple(pre['image_std']))
+
+
+FAMILIES = {'qwen2_vl': qwen2_vl, 'clip': clip}

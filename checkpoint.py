@@ -73,9 +73,10 @@ def save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best):
         temporary = os.path.join(cfg.out_dir, f'.{name}.{os.getpid()}.tmp')
         remove(temporary)
         os.makedirs(os.path.join(temporary, 'state'))
-        save_file({k: v.contiguous() for k, v in model.trainable_state().items()},
+        save_file({k: v.contiguous() for k, v in trainable_state(model).items()},
                   os.path.join(temporary, 'model.safetensors'))
-        model.save_adapter(os.path.join(temporary, 'adapter'))
+        if hasattr(model, 'save_adapter'):
+            model.save_adapter(os.path.join(temporary, 'adapter'))
         # sample order and dropout are functions of (seed, step), so the step is the data position
         # and the RNG state. Nothing but tensors, numbers and strings: weights_only can read it
         torch.save({'optimizer': optimizer.state_dict(), 'step': step, 'best': best},
@@ -93,6 +94,27 @@ def save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best):
         if LEFT_BY_A_KILL.fullmatch(entry) or (
                 re.fullmatch(r'step_\d{6,}', entry) and path not in linked(cfg.out_dir)):
             remove(path)
+
+
+def trainable_state(model):
+    """{name: tensor} of every trained parameter and nothing frozen: what model.safetensors holds."""
+    return {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def load_trainable(model, state):
+    """trainable_state's reverse; ValueError, with nothing changed, unless the two fit exactly."""
+    own = trainable_state(model)
+    wrong = [f"{what} {len(names)} tensors (first: {sorted(names)[0]})" for what, names in
+             (('lacks', own.keys() - state.keys()), ('has unknown', state.keys() - own.keys()))
+             if names]
+    wrong += [f"{n} is {tuple(state[n].shape)}, the model's is {tuple(own[n].shape)}"
+              for n in own if n in state and state[n].shape != own[n].shape][:1]
+    if wrong:
+        raise ValueError(f"checkpoint does not fit this {type(model).__name__}: it "
+                         f"{'; it '.join(wrong)}; use the settings and the backbone it was trained "
+                         "with")
+    for name, p in own.items():
+        p.copy_(state[name])
 
 
 def linked(out_dir):
@@ -142,7 +164,7 @@ def load_checkpoint(cfg, model, optimizer, config_json):
         return state['optimizer'], int(state['step']), state['best']
 
     optimizer_state, step, best = read(os.path.join(folder, 'state', 'state.pt'), parts)
-    model.load_trainable(tensors)
+    load_trainable(model, tensors)
     optimizer.load_state_dict(optimizer_state)
     return step, best
 

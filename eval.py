@@ -51,7 +51,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from checkpoint import write_atomic
+from checkpoint import load_trainable, write_atomic
 from data import Texts, Videos, load_annotations, make_loader
 
 PROTOCOLS = ("best", "group")      # of V2T, see the setting v2t
@@ -448,7 +448,7 @@ def main(args):
                          f"{cfg.num_workers} at least 0")
     items = load_annotations(os.path.join(cfg.data, f"{args.split}.jsonl"), cfg.paragraph)
     model = train.build_model(cfg, device)
-    model.load_trainable(load_file(str(step / "model.safetensors")))
+    load_trainable(model, load_file(str(step / "model.safetensors")))
     say(f"{step.resolve().name} of {args.ckpt}, {cfg.model}, on {device}")
     result = evaluate(model, items, cfg, args.split, device, train.autocast_of(cfg, device),
                       args.v2t, args.dsl_temperature if args.dsl else None, args.per_slot)

@@ -96,7 +96,7 @@ def _off_diagonal(mask):
 
 
 # -----------------------------------------------------------------------------
-# MARS
+# MARS; PHA-Net's Eq. 2 is info_nce too
 
 
 def info_nce(S, gamma, mask=None):
@@ -151,3 +151,37 @@ def hard_negative(S_m, delta=0.04, S=None, mask=None):
         hinge = hinge.masked_fill(out.all(dim=1), 0.0)  # no negative left for this query
         sides.append(hinge.mean())  # Eq. 7
     return (sides[0] + sides[1]) / 2  # Eq. 8
+
+
+# -----------------------------------------------------------------------------
+# PHA-Net: "Eq. n" below means that paper's, Sec. 3.3 and 3.4
+
+
+def prototype_contrast(S_P, scale):
+    """S_P [P, P], text prototype i against video prototype j; scale = 1 / sigma. Eq. 8: rows only."""
+    target = torch.arange(len(S_P), device=S_P.device)
+    return F.cross_entropy(scale * S_P.float(), target)
+
+
+def self_distillation(S, direction="paper", reduction="batchmean", detach=False, temperature=1.0):
+    """
+    The levels' score distributions pulled together: every pair of them, both ways of searching.
+
+    S            {level: [B, B]}, from the lowest level to the highest; one level alone gives 0
+    direction    paper: KL(upper || lower), Eq. 12 | hbi: KL(lower || upper), as HBI's code
+    reduction    batchmean: mean over the B queries (Eq. 12's E) | mean: HBI's, over all B^2 entries
+    detach       the first argument of KL is a constant
+    temperature  of the softmax over raw cosines. Eq. 10 has none: near-uniform rows, little gradient
+    """
+    S = {level: s.float() / temperature for level, s in S.items()}
+    levels = list(S)
+    total = next(iter(S.values())).new_zeros(())
+    for i, lower in enumerate(levels):
+        for upper in levels[i + 1:]:  # I2L, I2G, L2G: Eq. 13
+            first, second = (upper, lower) if direction == "paper" else (lower, upper)
+            for dim in (1, 0):  # D_{t,v}: each text over the videos, Eq. 10. D_{v,t}: Eq. 11
+                p, q = S[first].log_softmax(dim), S[second].log_softmax(dim)
+                p = p.detach() if detach else p
+                total = total + (p.exp() * (p - q)).sum()  # KL(p || q), Eq. 12
+    B = next(iter(S.values())).shape[0]
+    return total / (B if reduction == "batchmean" else B * B)

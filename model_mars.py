@@ -87,6 +87,8 @@ class MARSConfig:
 class MARS(nn.Module):
     def __init__(self, config, backbone):
         super().__init__()
+        if backbone.family == "clip":
+            raise ValueError(f"MARS is built on a multimodal LLM; {backbone.path!r} is a CLIP")
         self.config, self.backbone = config, backbone
         M, N, D = config.num_slots, backbone.num_layers, backbone.hidden_size
         backbone.model.requires_grad_(False)
@@ -322,23 +324,6 @@ class MARS(nn.Module):
         for key, group in self.trainable_groups().items():
             lines.append(f"trained {key:6s} {sum(p.numel() for p in group.values()):14,d}")
         return "\n".join([*lines, f"frozen         {frozen:14,d}"])
-
-    def trainable_state(self):
-        """{name: tensor} of every trained parameter and nothing frozen: the checkpoint."""
-        return {n: p.detach() for n, p in self.named_parameters() if p.requires_grad}
-
-    def load_trainable(self, state):
-        own = self.trainable_state()
-        wrong = [f"{what} {len(names)} tensors (first: {sorted(names)[0]})" for what, names in
-                 (("lacks", own.keys() - state.keys()), ("has unknown", state.keys() - own.keys()))
-                 if names]
-        wrong += [f"{n} is {tuple(state[n].shape)}, the model's is {tuple(own[n].shape)}"
-                  for n in own if n in state and state[n].shape != own[n].shape][:1]
-        if wrong:
-            raise ValueError(f"checkpoint does not fit this MARS: it {'; it '.join(wrong)}; "
-                             "use the settings and the backbone it was trained with")
-        for name, p in own.items():
-            p.copy_(state[name])
 
     def save_adapter(self, folder):
         """LoRA alone in PEFT's layout, for others to load; nothing is written without LoRA."""

@@ -38,6 +38,7 @@ warmup_epochs = 1.0      # linear, then cosine to zero, both per iteration (MARS
 learning_rate = 2e-4
 beta1 = 0.9
 beta2 = 0.95
+adam_eps = 1e-8
 weight_decay = 0.05      # none on 1-D tensors and on what the model's no_decay names
 grad_clip = 1.0          # largest norm of the gradient (not in the paper); 0: no clipping
 seed = 0
@@ -56,6 +57,7 @@ wandb_project = 'nanotvr'
 # a method is a file with a dataclass of settings and a class; a fourth one is a fourth line
 MODELS = {
     'mars': ('model_mars.py', 'MARSConfig', 'MARS'),
+    'pha': ('model_pha.py', 'PHAConfig', 'PHANet'),
 }
 SETTINGS = {name: (file, config) for name, (file, config, _) in MODELS.items()}
 
@@ -124,11 +126,13 @@ def build_model(cfg, device):
     """The method cfg.model with its settings, on `device`, its trainable parts as initialised."""
     file, config_name, class_name = MODELS[cfg.model]
     module = importlib.import_module(file.removesuffix('.py'))
-    config_class = getattr(module, config_name)
+    config_class, model_class = getattr(module, config_name), getattr(module, class_name)
     config = config_class(**{f.name: getattr(cfg, f.name) for f in fields(config_class)})
     torch.manual_seed(cfg.seed)  # the same start on every rank
-    backbone = backbones.load(config.backbone, config.max_pixels, dtype=torch_dtype(cfg, device))
-    return getattr(module, class_name)(config, backbone).to(device)
+    # a frozen backbone may be in bf16, one that is trained says otherwise
+    dtype = getattr(model_class, 'backbone_dtype', torch_dtype(cfg, device))
+    backbone = backbones.load(config.backbone, getattr(config, 'max_pixels', 0), dtype=dtype)
+    return model_class(config, backbone).to(device)
 
 
 def unwrap(model):
@@ -258,15 +262,21 @@ def lr_at(step, per_epoch, cfg):
 
 
 def make_optimizer(model, cfg, device):
-    """AdamW, without decay where the model says so."""
-    decayed, spared = [], []
+    """
+    AdamW, without decay and with another rate (times learning_rate) where the model says so. One
+    clipping of the whole gradient comes before it (grad_clip), and Adam's bias correction is on:
+    BertAdam, which CLIP4Clip and HBI use, clips each tensor once more and corrects nothing.
+    """
+    groups = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            (spared if model.no_decay(name) else decayed).append(p)
-    groups = [{'params': decayed, 'weight_decay': cfg.weight_decay},
-              {'params': spared, 'weight_decay': 0.0}]
-    return torch.optim.AdamW([g for g in groups if g['params']], lr=cfg.learning_rate,
-                             betas=(cfg.beta1, cfg.beta2), fused=device.type == 'cuda')
+            scale = model.lr_scale(name) if hasattr(model, 'lr_scale') else 1.0
+            decay = 0.0 if model.no_decay(name) else cfg.weight_decay
+            groups.setdefault((scale, decay), []).append(p)
+    groups = [{'params': params, 'weight_decay': decay, 'lr_scale': scale}
+              for (scale, decay), params in groups.items()]
+    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2),
+                             eps=cfg.adam_eps, fused=device.type == 'cuda')
 
 
 # -----------------------------------------------------------------------------
@@ -291,7 +301,8 @@ def check_settings(cfg, world):
         raise ValueError(f"out_dir '{cfg.out_dir}' is no folder, and can't become one")
     lowest = {'log_every': 1, 'eval_batch_size': 1, 'batch_size': 2}
     for key in ('epochs', 'warmup_epochs', 'chunk_size', 'num_workers', 'save_every', 'max_steps',
-                'grad_clip', 'weight_decay', 'learning_rate', 'frame_size', 'seed', *lowest):
+                'grad_clip', 'weight_decay', 'learning_rate', 'adam_eps', 'frame_size', 'seed',
+                *lowest):
         if not lowest.get(key, 0) <= getattr(cfg, key) < math.inf:
             raise ValueError(f"{key} is {getattr(cfg, key)}, the least is {lowest.get(key, 0)}")
     if cfg.sampler not in datalib.SAMPLERS:
@@ -462,7 +473,7 @@ def main(cfg):
             torch.manual_seed((cfg.seed * 1_000_003 + step) * 1009 + rank)
             lr = lr_at(step, per_epoch, cfg)
             for group in optimizer.param_groups:
-                group['lr'] = lr
+                group['lr'] = lr * group['lr_scale']
             if len(chunks) == 1:
                 loss, logs = plain_step(train_model, chunks[0], ids, autocast)
             else:

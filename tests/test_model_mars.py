@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import backbones
+from checkpoint import load_trainable, trainable_state
 from conftest import make_qwen2vl
 from model_mars import MAX_GAMMA, MARS, MARSConfig
 
@@ -366,7 +367,7 @@ def test_bf16_backbone_under_autocast_trains_fp32_parameters(tiny_qwen2vl):
     torch.manual_seed(0)
     backbone = backbones.load(tiny_qwen2vl, dtype=torch.bfloat16)
     model = MARS(MARSConfig(num_slots=3, lora_r=4, lora_alpha=8), backbone)
-    assert all(p.dtype == torch.float32 for p in model.trainable_state().values())
+    assert all(p.dtype == torch.float32 for p in trainable_state(model).values())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         text, video = model(model.collate(samples()))
         loss, _ = model.loss(text, video)
@@ -382,10 +383,10 @@ def test_bf16_backbone_under_autocast_trains_fp32_parameters(tiny_qwen2vl):
 def test_the_trained_state_alone_restores_every_embedding(tiny_qwen2vl):
     a = make(tiny_qwen2vl, seed=1, learn_gamma=True, aggregation="learnable").eval()
     b = make(tiny_qwen2vl, seed=2, learn_gamma=True, aggregation="learnable").eval()
-    batch, state = a.collate(samples()), a.trainable_state()
+    batch, state = a.collate(samples()), trainable_state(a)
     assert state.keys() == {n for n, p in a.named_parameters() if p.requires_grad}
     assert not torch.allclose(a(batch)[0]["slots"], b(batch)[0]["slots"], atol=1e-3)
-    b.load_trainable({k: v.clone() for k, v in state.items()})
+    load_trainable(b, {k: v.clone() for k, v in state.items()})
     for side in (0, 1):
         assert torch.equal(a(batch)[side]["slots"], b(batch)[side]["slots"])
     assert torch.equal(a.gamma(), b.gamma()) and torch.equal(a.beta(), b.beta())
@@ -393,14 +394,14 @@ def test_the_trained_state_alone_restores_every_embedding(tiny_qwen2vl):
 
 def test_a_state_that_does_not_fit_is_an_error_that_names_the_keys(tiny_qwen2vl):
     model = make(tiny_qwen2vl)
-    state = {k: v.clone() for k, v in model.trainable_state().items()}
+    state = {k: v.clone() for k, v in trainable_state(model).items()}
     before = model.slots.detach().clone()
     with pytest.raises(ValueError, match=r"lacks 1 tensors \(first: slots\)"):
-        model.load_trainable({k: v for k, v in state.items() if k != "slots"})
+        load_trainable(model, {k: v for k, v in state.items() if k != "slots"})
     with pytest.raises(ValueError, match=r"has unknown 1 tensors \(first: extra\)"):
-        model.load_trainable({**state, "extra": torch.zeros(1), "slots": state["slots"] + 1})
+        load_trainable(model, {**state, "extra": torch.zeros(1), "slots": state["slots"] + 1})
     with pytest.raises(ValueError, match=r"slots is \(5, 32\), the model's is \(3, 32\)"):
-        model.load_trainable({**state, "slots": torch.zeros(5, 32)})
+        load_trainable(model, {**state, "slots": torch.zeros(5, 32)})
     assert torch.equal(model.slots, before)  # nothing was loaded halfway
 
 
@@ -426,7 +427,7 @@ def test_groups_counts_and_weight_decay(tiny_qwen2vl):
     model = make(tiny_qwen2vl, learn_gamma=True, aggregation="learnable")
     groups = model.trainable_groups()
     names = [n for group in groups.values() for n in group]
-    assert sorted(names) == sorted(model.trainable_state())
+    assert sorted(names) == sorted(trainable_state(model))
     assert list(groups) == ["LoRA", "slots", "w", "other"]
     assert list(groups["other"]) == ["b", "log_gamma"]
     # r (in + out) per linear: hidden 32, MLP 64, k/v 2 heads of 8 = 16, projector 64 -> 64 -> 32

@@ -32,7 +32,7 @@ import backbones
 import checkpoint
 import eval as evaluation
 import train
-from checkpoint import Log, load_checkpoint, save_checkpoint
+from checkpoint import Log, load_checkpoint, save_checkpoint, trainable_state
 from configurator import configure, read_settings
 from conftest import ROOT
 from data import StepSampler
@@ -169,7 +169,7 @@ def mars(path, **settings):
     torch.manual_seed(0)
     model = MARS(MARSConfig(backbone=path, **{**LEARNED, **settings}), backbones.load(path))
     with torch.no_grad():
-        for p in model.trainable_state().values():
+        for p in trainable_state(model).values():
             p.add_(0.1 * torch.randn_like(p))
     return model
 
@@ -350,7 +350,7 @@ def test_a_checkpoint_holds_what_is_trained_and_nothing_else(finished, tiny_qwen
 
 def test_every_kind_of_parameter_was_trained(finished, tiny_data, tiny_qwen2vl, tmp_path):
     cfg = configure(TRAIN, argv(tmp_path, tiny_data, tiny_qwen2vl), train.SETTINGS)
-    start = train.build_model(cfg, torch.device('cpu')).trainable_state()
+    start = trainable_state(train.build_model(cfg, torch.device('cpu')))
     for name, value in load_file(finished / 'latest' / 'model.safetensors').items():
         assert not torch.equal(value, start[name]), name
     rows = [row for row in lines(finished) if 'loss' in row]
@@ -414,12 +414,6 @@ class Bystander(torch.nn.Module):
             for p in self.parameters():
                 p.fill_(value)
         return self
-
-    def trainable_state(self):
-        return {n: p.detach() for n, p in self.named_parameters()}
-
-    def load_trainable(self, state):
-        self.load_state_dict(state, strict=True)
 
     def save_adapter(self, folder):
         os.makedirs(folder)
@@ -611,7 +605,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
 
     def step(model, *rest):
         out = plain(model, *rest)
-        kept.append((model, {n: p.clone() for n, p in model.trainable_state().items()}))
+        kept.append((model, {n: p.clone() for n, p in trainable_state(model).items()}))
         if len(kept) == 2:
             model.slots.grad[0, 0] = math.inf
         return out
@@ -620,7 +614,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
     text = error_of(args)
     assert re.search(r"step 1: loss \d.*gradient norm (inf|nan).*batch starts \['train", text)
     model, before = kept[-1]
-    assert all(torch.equal(p, before[n]) for n, p in model.trainable_state().items())
+    assert all(torch.equal(p, before[n]) for n, p in trainable_state(model).items())
     assert target(tmp_path / 'run', 'latest') == 'step_000001'
 
 

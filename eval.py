@@ -43,6 +43,7 @@ if __name__ == "__main__":         # before torch is imported, so that --help is
 
 import json as jsonlib
 import os
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,22 +200,46 @@ def encode(model, side, dataset, order, batch_size, num_workers=0, device="cpu",
 
 
 @torch.no_grad()
-def similarity(score, text, video, tile=TILE, device="cpu"):
+def similarity(score, text, video, tile=TILE, device="cpu", say=lambda *_: None):
     """
     score (model.similarity or slot_similarity) in tiles over both axes -> fp32 [..., Nt, Nv].
 
     Matrix products treat the odd rows at an edge differently in the last bit. So tiles are filled
     up to a multiple of 64 by repeating an item: the tile's size changes no bit and breaks no tie.
+    Ranks take the rows of tiles in turn. say: told the time that a long computation will take.
     """
+    rank, n_rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
     def tiles(features):
         n = len(next(iter(features.values())))
         for start in range(0, n, tile):
             size = min(tile, n - start)
-            index = start + torch.arange(-(-size // 64) * 64).clamp(max=size - 1)
-            yield {k: v[index].to(device) for k, v in features.items()}, size
+            yield start + torch.arange(-(-size // 64) * 64).clamp(max=size - 1), size
 
-    return torch.cat([torch.cat([score(t, v)[..., :nt, :nv].float().cpu()
-                                 for v, nv in tiles(video)], -1) for t, nt in tiles(text)], -2)
+    def cut(features, index):
+        return {k: v[index].to(device) for k, v in features.items()}
+
+    rows, columns = list(tiles(text)), list(tiles(video))
+    mine, strips = rows[rank::n_rank], []
+    bar = tqdm(total=len(mine) * len(columns), desc="score", leave=False, unit="tile",
+               disable=rank > 0)
+    for t, nt in mine:
+        t, strip = cut(text, t), []
+        for v, nv in columns:
+            begun = time.perf_counter()
+            strip.append(score(t, cut(video, v))[..., :nt, :nv].float().cpu())
+            bar.update()
+            left = (time.perf_counter() - begun) * (bar.total - bar.n)
+            if rank == 0 and bar.n == 2 and left > 30:  # the first tile warms up, the second tells
+                say(f"scoring {sum(n for _, n in rows)} texts x {sum(n for _, n in columns)} "
+                    f"videos will take about {left / 60:.1f} minutes")
+        strips.append(torch.cat(strip, -1))
+    bar.close()
+    if n_rank > 1:
+        boxes = [None] * n_rank
+        dist.all_gather_object(boxes, strips)
+        strips = [boxes[i % n_rank][i // n_rank] for i in range(len(rows))]
+    return torch.cat(strips, -2)
 
 
 def slots_alone(S_m, owner):
@@ -278,13 +303,14 @@ def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="
     text, row, owner, video, kept, n_cut = encode_split(model, items, cfg, device=device,
                                                         autocast=autocast)
     model.train(was_training)
-    S = similarity(model.similarity, text, video, device=device)[row]                  # [Nt, Nv]
+    S = similarity(model.similarity, text, video, device=device, say=tqdm.write)[row]  # [Nt, Nv]
     check_finite(S, [f"a caption of {items[kept[v]].id}" for v in owner],
                  [items[v].id for v in kept])
     result = both_directions(S, S, owner, v2t)
     result |= {"n_text": len(row), "n_video": len(kept), "split": split, "v2t_protocol": v2t,
                "dsl": False, "num_frames": cfg.num_frames,
                "prompt": {k: p for k, p in sorted(vars(cfg).items()) if k.endswith("prompt")},
+               "model": type(model).__name__,
                "duplicate_captions": len(row) - len(text[next(iter(text))]),
                "cut_captions": n_cut, "skipped_videos": len(items) - len(kept)}
     if dsl is not None:
@@ -346,6 +372,8 @@ def compare_runs(folders, split, dsl=False):
     a = rows[0]
     for folder, r in zip(folders, rows):
         for key in ["n_text", "n_video", "v2t_protocol"] + ["dsl"] * dsl + ["num_frames", "prompt"]:
+            if key == "prompt" and r.get("model") != a.get("model"):
+                continue                         # another method has other words
             if r[key] != a[key]:
                 text = f"{key} is {a[key]!r} in {folders[0]} and {r[key]!r} in {folder}"
                 if key not in ("num_frames", "prompt"):

@@ -246,7 +246,7 @@ class Block(nn.Module):
         if init == "clip":
             if table.shape[1] != D or n_layers > len(given):
                 raise ValueError("PHA-Net: block_init 'clip' wants a text tower as wide as the "
-                                 f"projection, {D}, and at least {n_layers} layers, this CLIP's has "
+                                 f"projection, {D}, and at least {n_layers} layers; this one has "
                                  f"{table.shape[1]} and {len(given)}; use block_init='random'")
             for layer, start in zip(self.layers, given):
                 layer.load_state_dict(start.state_dict())

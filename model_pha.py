@@ -575,8 +575,7 @@ class PHANet(nn.Module):
             return text
         P = self.config.individual_prototypes
         N = text["I"].shape[1] - P
-        n = int(text["I_mask"].sum(1).max()) - P  # the block's longest text
-        n = min(N, -(-(n + 1) // 8) * 8)
+        n = min(N, int(text["I_mask"].sum(1).max()) - P + 1)  # the block's longest text, and one
         keep = [*range(N, N + P), *range(n)]
         return text | {k: text[k][:, keep] for k in ("I", "I_gamma", "I_mask")}
 

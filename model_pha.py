@@ -126,6 +126,7 @@ def dpc_knn(x, mask, M, K=3, order="score"):
         d2 = total - 2 * x @ x.mT
         # rounding must not part what is equal, above all a token and itself
         d2 = d2.masked_fill(d2 < 1e-6 * total, 0.0) / D
+        d2 = torch.minimum(d2, d2.mT)  # nor i to j and j to i: mutual neighbours may well be a tie
     # Choice: Eq. 5-6 have plain squared distances; HBI's code scales them by 1/D, as its exp(-d^2)
     # would be 0 otherwise, and its delta is not squared
     d = d2.sqrt()  # [B, N, N]
@@ -658,3 +659,20 @@ class PHANet(nn.Module):
         lines = [f"trained {key:10s} {sum(p.numel() for p in group.values()):14,d}"
                  for key, group in self.trainable_groups().items()]
         return "\n".join([*lines, f"frozen             {frozen:14,d}"])
+
+
+def thop_parameters(model):
+    """
+    What Table 4 calls #Param: the paper's counter (thop) adds up the weights of nn.Linear, nn.Conv
+    and nn.LayerNorm modules and sees nothing else. In the authors' CLIP an attention is one
+    nn.MultiheadAttention, a projection is a bare matrix and a LayerNorm is a subclass, so none of
+    those count, nor do embeddings, positions and prototypes. A shared block counts once, and
+    CLIP's frozen convolution counts too.
+    """
+    total = 0
+    for name, module in model.named_modules():
+        ours = not name.startswith("clip.") and "block_" not in name  # no CLIP-style layers
+        if ours or ".mlp." in name or name.endswith("patch_embedding"):
+            if type(module) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm):
+                total += sum(p.numel() for p in module.parameters())
+    return total

@@ -16,6 +16,7 @@ Shapes: B items, N tokens, P prototypes, M clusters, D width. "Choice:" marks wh
 """
 import copy
 import math
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -168,7 +169,10 @@ def by_sklearn(fit):
         assign = torch.full(mask.shape, -1)
         for b in range(len(x)):
             inside = mask[b].nonzero().flatten().cpu()  # [n]
-            labels = torch.as_tensor(fit(x[b, mask[b]].double().cpu().numpy(), M, K))  # [n]
+            with warnings.catch_warnings():
+                # of duplicated tokens (a still clip): fewer clusters come out, and merge() knows
+                warnings.simplefilter("ignore")
+                labels = torch.as_tensor(fit(x[b, mask[b]].double().cpu().numpy(), M, K))  # [n]
             names = [c for c in labels.unique().tolist() if c >= 0]
             # more clusters than M: the largest stay. Then as dpc_knn: in time, or largest first
             names = sorted(names, key=lambda c: (-int((labels == c).sum()), c))[:M]
@@ -202,7 +206,6 @@ def _dbscan(x, M, K):
     return labels if (labels >= 0).any() else np.zeros_like(labels)  # all outliers: one cluster
 
 
-# sklearn reports numerical trouble that duplicated tokens (a still clip) bring about; see merge()
 CLUSTERINGS = {"dpc-knn": dpc_knn, "kmeans": by_sklearn(_kmeans), "dbscan": by_sklearn(_dbscan),
                "gaussian": by_sklearn(_gaussian)}
 
@@ -379,10 +382,14 @@ class PHANet(nn.Module):
         cfg, text_model = self.config, self.clip.text_model
         longest = text_model.config.max_position_embeddings
         for key, P in (("max_words", cfg.individual_prototypes),
-                       ("num_frames", cfg.individual_prototypes)):
+                       ("num_frames", cfg.individual_prototypes),
+                       ("num_phrases", cfg.local_prototypes), ("num_clips", cfg.local_prototypes)):
             if getattr(cfg, key) + P > longest:
                 raise ValueError(f"{key} {getattr(cfg, key)} and {P} prototypes need more than the "
                                  f"{longest} positions of this CLIP")
+        if D % heads:
+            raise ValueError(f"PHA-Net: its modules have the projection's width {D}, which the "
+                             f"{heads} heads of this CLIP's text tower can't share")
 
         def each(make, share):
             return {"both": make()} if share else {"text": make(), "video": make()}

@@ -475,8 +475,9 @@ def test_clusters_are_those_of_hbi(name):
     merged, full = merge(x, score, assign, M)
     assert full[rows].all()
     close(merged[rows], a["merged"][rows], rtol=1e-5, atol=1e-5)
-    merged, _ = merge(x, torch.zeros_like(score), assign, M)
-    close(merged[rows], a["merged_unweighted"][rows], rtol=1e-5, atol=1e-5)
+    if not masked:  # without weights HBI counts padding in
+        merged, _ = merge(x, torch.zeros_like(score), assign, M)
+        close(merged, a["merged_unweighted"], rtol=1e-5, atol=1e-5)
     in_time, sorted_centers = dpc_knn(x, mask, M, K, order="time")
     assert torch.equal(sorted_centers, centers.sort(1).values)
     place = centers.argsort(1).argsort(1)  # the same clusters under other numbers
@@ -619,7 +620,7 @@ def openai_clip(state):
     return clip
 
 
-HEADS = 1, 2  # a head of 64 in both towers, CLIP's own rule
+HEADS = 4, 2  # of the text and the vision tower, which no state dict tells
 
 
 def test_encoders_and_temporal_block_are_those_of_hbi():
@@ -756,3 +757,427 @@ def test_merge_is_the_weighted_mean_and_an_empty_cluster_is_zero_and_marked():
     merged.square().sum().backward()
     assert torch.isfinite(x.grad).all() and torch.isfinite(score.grad).all()
     assert not x.grad[1, 2].any() and x.grad[0].any()
+
+
+# ---------------------------------------------------------------- parameters
+
+POSITIONS = 77 * 512
+
+
+def real_size(**settings):
+    """PHA-Net on a CLIP ViT-B/32, without memory for a single weight."""
+    with torch.device("meta"):
+        clip = CLIPModel(CLIPConfig())
+    backbone = SimpleNamespace(family="clip", path="", model=clip, tokenizer=None)
+    return PHANet(PHAConfig(**settings), backbone)
+
+
+def test_parameter_counts_at_the_papers_size():
+    for positions, tables in ((False, 1), (True, 2)):
+        model = real_size(local_positions=positions)
+        count = sum(p.numel() for p in model.parameters())
+        assert count == 188_065_545 + tables * POSITIONS
+        groups = model.trainable_groups()
+        trained = sum(p.numel() for group in groups.values() for p in group.values())
+        # CLIP's first convolution and its logit_scale are not trained
+        assert trained == count - 768 * 3 * 32 * 32 - 1 and round(trained / 1e6, 1) in (185.7, 185.8)
+        assert thop_parameters(model) == 112_589_832
+    assert groups.keys() == {"CLIP", "prototypes", "block", "wti", "merge"}
+    assert f"{trained - sum(p.numel() for p in groups['CLIP'].values()):,}" == "36,865,682"
+    assert sum(p.numel() for p in groups["prototypes"].values()) == 4 * 512
+    assert sum(p.numel() for p in CLIPModel(CLIPConfig.from_dict(
+        model.clip.config.to_dict())).to("meta").parameters()) == 151_277_313
+    one = thop_parameters(real_size(share_local_block=False))
+    both = thop_parameters(real_size(share_local_block=False, share_individual_block=False))
+    assert (round(one / 1e6, 2), round(both / 1e6, 2)) == (120.99, 129.39)  # Table 4
+    alone = real_size(share_individual_prototypes=False, share_local_prototypes=False)
+    more = sum(p.numel() for p in alone.parameters()) - count
+    assert (4 * 3 * 512, 4 * 512) == (6144, 2048) and 4 * more == 6144 + 2048  # bytes, Table 4
+
+
+def test_blocks_start_as_clips_layers_and_share_nothing_with_them(tiny_clip):
+    model = make(tiny_clip)
+    text = model.clip.text_model
+    for level in "IL":
+        block = model.head[f"block_{level}"]["both"]
+        table = text.embeddings.position_embedding.weight
+        assert torch.equal(block.positions, table) and block.positions is not table
+        for layer, start in zip(block.layers, text.encoder.layers, strict=True):
+            for p, q in zip(layer.parameters(), start.parameters(), strict=True):
+                assert torch.equal(p, q) and p.data_ptr() != q.data_ptr()
+    other = make(tiny_clip, block_init="random", block_layers=3).head["block_I"]["both"]
+    assert len(other.layers) == 3
+    start = text.encoder.layers[0].mlp.fc1.weight
+    assert not torch.equal(other.layers[0].mlp.fc1.weight, start)
+    p = make(tiny_clip, individual_prototypes=20).head["prototypes_I"]["both"]
+    assert p.norm(dim=1).mean().item() == pytest.approx(1, rel=0.1)
+
+
+def test_groups_decay_and_rates(tiny_clip):
+    model = make(tiny_clip, learn_sigma=True)
+    cfg = SimpleNamespace(weight_decay=0.2, learning_rate=1e-4, beta1=0.9, beta2=0.98,
+                          adam_eps=1e-6)
+    optimizer = train.make_optimizer(model, cfg, torch.device("cpu"))
+    names = {id(p): n for n, p in model.named_parameters()}
+    seen = {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in optimizer.param_groups
+            for p in g["params"]}
+    assert seen.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert "clip.vision_model.embeddings.patch_embedding.weight" not in seen
+    for name, (rate, decay) in seen.items():
+        assert rate == (1e-3 if name.startswith("clip.") else 1.0)
+        free = "prototypes" in name or "positions" in name
+        assert decay == (0.0 if free or model.get_parameter(name).dim() < 2 else 0.2)
+    assert seen["clip.logit_scale"] == (1e-3, 0.0)
+    assert seen["head.block_I.both.positions"] == (1.0, 0.0)
+    assert seen["head.merge_L.text.conv.weight"] == (1.0, 0.2)
+
+
+# ---------------------------------------------------------------- what must not matter
+
+
+@pytest.mark.parametrize("settings", [{}, dict(padding="ignore", attention_local="center"),
+                                      dict(individual_prototypes=0), dict(levels="mean")])
+def test_an_encoding_ignores_batch_mates(tiny_clip, settings):
+    model = make(tiny_clip, **settings).eval()
+    batch = model.collate(samples())
+    with torch.no_grad():
+        for side, inputs in batch.items():
+            encode = getattr(model, f"encode_{side}")
+            whole = encode(inputs)
+            assert all(torch.isfinite(v).all() for v in whole.values())
+            for i in range(5):
+                alone = encode({k: v[i : i + 1] for k, v in inputs.items()})
+                for k in whole:
+                    close(alone[k][0], whole[k][i], rtol=0, atol=5e-6)
+            turned = encode({k: v.flip(0) for k, v in inputs.items()})
+            for k in whole:
+                close(turned[k].flip(0), whole[k], rtol=0, atol=5e-6)
+            top = whole["G"]
+            assert (top[0] - top[1]).abs().max() > 1e-2  # and it does depend on the item
+
+
+def test_what_stands_at_padding_is_invisible(tiny_clip):
+    model = make(tiny_clip)
+    inputs = model.collate(samples())["text"]
+    other = {k: v.clone() for k, v in inputs.items()}
+    gone = other["attention_mask"] == 0
+    other["input_ids"][gone] = torch.arange(int(gone.sum())) % 300
+    a, b = model.encode_text(inputs), model.encode_text(other)
+    for k in a:
+        assert torch.equal(a[k], b[k])
+
+
+# parameters whose gradient is zero by proof: a constant added to all logits of a softmax changes
+# nothing (the last bias of a weight MLP, every bias of keys), and over one key softmax is 1
+# whatever the query (the global merge has one merged token)
+ZERO = (".2.bias", "k_proj.bias", "score.2.bias", "merge_G.text.cross.q.", "merge_G.video.cross.q.")
+
+
+def test_the_gradient_reaches_every_parameter_but_those_that_cannot_matter(tiny_clip):
+    model = make(tiny_clip, sigma=0.2)
+    step(model, model.collate(samples(frames=4)))
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    norms = {n: p.grad.norm().item() for n, p in named.items()}
+    typical = np.median(list(norms.values()))
+    for name, norm in norms.items():
+        if name.endswith(("wti_I.text.2.bias", *ZERO[:3])) or any(z in name for z in ZERO[3:]):
+            assert norm < 1e-4 * typical, name
+        else:
+            assert norm > 1e-4 * typical, name
+    # inside of joint tensors: the key half of kv's bias, and all of the key half at the top
+    for level in "LG":
+        for side in ("text", "video"):
+            kv = model.head[f"merge_{level}"][side].cross.kv
+            D = kv.in_features
+            assert kv.bias.grad[:D].norm() < 1e-4 * kv.bias.grad[D:].norm()
+            assert (kv.weight.grad[:D].norm() < 1e-6 * kv.weight.grad[D:].norm()) == (level == "G")
+
+
+ABLATIONS = {
+    **VARIANTS,
+    "individual": dict(levels="individual"), "two lower": dict(levels="individual+local"),
+    "two, I and G, no attention": dict(levels="individual+global", attention_global="none"),
+    "mean": dict(levels="mean"), "mean, learned sigma": dict(levels="mean", learn_sigma=True),
+    "P unshared": dict(share_individual_prototypes=False),
+    "L unshared": dict(share_local_prototypes=False),
+    "block I unshared": dict(share_individual_block=False),
+    "block L unshared": dict(share_local_block=False),
+    "no block I": dict(individual_block=False), "no block L": dict(local_block=False),
+    "center, prototype": dict(attention_local="center"),
+    "prototype, center": dict(attention_global="center"),
+    "none, prototype": dict(attention_local="none"), "prototype, none": dict(attention_global="none"),
+    "P 0, L 1": dict(individual_prototypes=0), "P 3, L 0": dict(local_prototypes=0),
+    "P 1, L 3": dict(individual_prototypes=1, local_prototypes=3),
+    "one phrase": dict(num_phrases=1, num_clips=1), "ten": dict(num_phrases=10, num_clips=10),
+    "kmeans": dict(cluster="kmeans"), "dbscan": dict(cluster="dbscan"),
+    "gaussian": dict(cluster="gaussian"), "K 6": dict(knn=6), "K 50": dict(knn=50),
+    "random blocks": dict(block_init="random", block_layers=1),
+    "HBI's distillation": dict(kl_direction="hbi", kl_reduction="mean", kl_detach=True,
+                               kl_temperature=0.01),
+    "weights 0": dict(alpha=0.0, beta=0.0, lambda_dl=0.0, mu_pcl=0.0),
+    "learned sigma, masks": dict(learn_sigma=True, mask_same_video=True),
+    "patches trained, checkpointed": dict(freeze_patches=False, gradient_checkpointing=True),
+    "one frame": dict(num_frames=1),
+}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_every_setting_trains_a_step_with_all_of_its_parameters(tiny_clip, name):
+    model = make(tiny_clip, **ABLATIONS[name]).train()
+    loss, logs = step(model, model.collate(samples(frames=model.config.num_frames)))
+    assert torch.isfinite(loss) and all(torch.isfinite(v) for v in logs.values())
+    for n, p in model.named_parameters():
+        if p.requires_grad:  # DistributedDataParallel waits for all of them
+            assert p.grad is not None and torch.isfinite(p.grad).all(), n
+        else:
+            assert p.grad is None, n
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-4)
+    optimizer.step()
+    model.eval()
+    text, video = model(model.collate(samples(frames=model.config.num_frames)))
+    S = model.similarity(text, video)
+    assert S.shape == (5, 5) and S.dtype == torch.float32 and torch.isfinite(S).all()
+    assert not S.requires_grad
+    assert isinstance(model.summary(), str)
+
+
+def test_a_step_under_bf16_autocast_stays_near_fp32(tiny_clip):
+    model = make(tiny_clip)
+    batch = model.collate(samples())
+    with torch.no_grad():
+        plain = model(batch)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            half = model(batch)
+    for a, b in zip(plain, half):
+        assert all(v.dtype == torch.float32 for v in b.values())
+    close(model.level_similarity("I", *half), model.level_similarity("I", *plain), rtol=0,
+          atol=0.05)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        text, video = model(batch)
+    model.loss(text, video)[0].backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
+
+
+def test_a_batch_of_one_is_encoded_and_scored(tiny_clip):
+    for levels in ("all", "mean"):
+        model = make(tiny_clip, levels=levels)
+        text, video = model(model.collate(samples(CAPTIONS[:1])))
+        assert model.similarity(text, video).shape == (1, 1)
+        with pytest.raises(ValueError, match="batch of 1 pair"):
+            model.loss(text, video)
+
+
+# ---------------------------------------------------------------- similarity in blocks
+
+
+def random_features(model, n, side, seed):
+    """Features as encode_* make them, of texts of all lengths, without the cost of CLIP."""
+    cfg, D = model.config, 64
+    N = cfg.max_words if side == "text" else cfg.num_frames
+    real = torch.full((n,), N)
+    if side == "text":
+        real = 2 + (rand(n, seed=seed).abs() * 1e6).long() % (N - 1)
+    out = {}
+    for level, slots, P in (("I", N, cfg.individual_prototypes),
+                            ("L", cfg.num_phrases, cfg.local_prototypes)):
+        mask = torch.arange(slots) < (real[:, None] if level == "I" else slots)
+        mask = F.pad(mask, (0, P), value=True)
+        x = rand(n, slots + P, D, seed=seed + 1) * mask[..., None]
+        with torch.no_grad():
+            f, _ = PHANet._level(SimpleNamespace(
+                head={f"wti_{level}": {side: nn.Linear(D, 1)}}, config=cfg), level, side, x, mask)
+        out |= f
+    out["G"] = F.normalize(rand(n, D, seed=seed + 2), dim=-1)
+    return out
+
+
+@pytest.mark.parametrize("padding", ["zero", "ignore"])
+def test_scores_are_those_of_eq_3_and_no_bit_depends_on_the_chunks(tiny_clip, padding):
+    model = make(tiny_clip, padding=padding, max_words=32, num_frames=12)
+    torch.manual_seed(0)
+    text, video = random_features(model, 150, "text", 0), random_features(model, 131, "video", 9)
+    score = lambda **how: evaluation.similarity(model.similarity, text, video, **how)  # noqa: E731
+    S, threads = score(), torch.get_num_threads()
+    try:
+        for tile, n in ((64, 1), (100, 1), (512, 1), (100, 2), (512, 2)):
+            torch.set_num_threads(n)
+            assert torch.equal(score(tile=tile), S), (tile, n)
+    finally:
+        torch.set_num_threads(threads)
+    p = torch.randperm(150)
+    some = {k: v[p] for k, v in text.items()}
+    assert torch.equal(evaluation.similarity(model.similarity, some, video), S[p])
+    close(model.similarity(text, video), S, rtol=0, atol=1e-6)
+    assert 3 <= text["I_mask"].sum(1).min() < 12 and text["I_mask"].sum(1).max() == 35
+    zero = padding == "zero"
+    for i in range(0, 150, 23):
+        for j in range(0, 131, 29):
+            want = 0.1 * torch.dot(text["G"][i], video["G"][j]).item()
+            for level, weight in (("I", 1.0), ("L", 0.5)):
+                t, v = text[f"{level}_mask"][i].bool(), video[f"{level}_mask"][j].bool()
+                want += weight * literal_wti(
+                    text[level][i, t], video[level][j, v], text[f"{level}_gamma"][i, t],
+                    video[f"{level}_gamma"][j, v], zeros_t=zero and not t.all())
+            assert S[i, j].item() == pytest.approx(want, abs=1e-5)
+
+
+# ---------------------------------------------------------------- captions, pooling, frames
+
+
+def test_a_cut_caption_keeps_its_end_and_says_so(tiny_clip):
+    model = make(tiny_clip)
+    tok, N = model.backbone.tokenizer, 12
+    just = " ".join(["a"] * (N - 2))  # fills all places
+    x = model.collate(samples([just, just + " a", "a  ", "  a"]))["text"]
+    assert x["cut"].tolist() == [False, True, False, False]
+    assert x["input_ids"].shape == (4, N) and x["attention_mask"].sum(1).tolist() == [N, N, 3, 3]
+    assert torch.equal(x["input_ids"][0], x["input_ids"][1])
+    assert (x["input_ids"][:, 0] == tok.bos_token_id).all()
+    ends = x["input_ids"][torch.arange(4), x["attention_mask"].sum(1) - 1]
+    assert (ends == tok.eos_token_id).all()
+    assert torch.equal(x["input_ids"][2], x["input_ids"][3])
+
+
+@pytest.mark.parametrize("path", ["tiny", "demo"])
+def test_a_caption_that_spells_special_tokens_is_plain_text(tiny_clip, path):
+    # the demo's CLIP has the tokenizer class of the public checkpoints
+    path = tiny_clip if path == "tiny" else str(ROOT / "data/demo/backbones/tiny-clip")
+    model = make(path, max_words=36)
+    tok = model.backbone.tokenizer
+    x = model.collate(samples(["a <|endoftext|> circle", "a <|startoftext|> circle"]))["text"]
+    for row, mask in zip(x["input_ids"], x["attention_mask"]):
+        inside = row[1 : int(mask.sum()) - 1].tolist()
+        assert tok.eos_token_id not in inside and tok.bos_token_id not in inside
+        assert "text" in tok.decode(inside).replace(" ", "")
+
+
+@pytest.mark.parametrize("eos_in_config", [None, 2])
+@pytest.mark.parametrize("pad", ["<|endoftext|>", "<|pad|>"])
+def test_mean_is_clip_itself_pooled_at_the_real_end(tmp_path, eos_in_config, pad):
+    wrong = {} if eos_in_config is None else dict(eos_token_id=eos_in_config)
+    path = make_clip(tmp_path, pad=pad, **wrong)
+    model = make(path, levels="mean")
+    items = samples()
+    batch = model.collate(items)
+    with torch.no_grad():
+        text, video = model(batch)
+        for i, item in enumerate(items):
+            ids = model.backbone.tokenizer(item.caption, add_special_tokens=False).input_ids
+            ids = torch.tensor([[model.backbone.tokenizer.bos_token_id, *ids,
+                                 model.backbone.tokenizer.eos_token_id]])
+            h = model.clip.text_model(input_ids=ids).last_hidden_state[0, -1]
+            want = F.normalize(model.clip.text_projection(h), dim=-1)
+            close(text["G"][i], want, rtol=0, atol=1e-5)
+            frames = torch.from_numpy(item.frames).permute(0, 3, 1, 2).float() / 255
+            mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.48, 0.46, 0.41),
+                                                                 (0.27, 0.26, 0.28)))
+            v = model.clip.get_image_features((frames - mean) / std)
+            v = F.normalize(v if torch.is_tensor(v) else v.pooler_output, dim=-1).mean(0)
+            close(video["G"][i], F.normalize(v, dim=0), rtol=0, atol=1e-5)
+    close(model.similarity(text, video), text["G"] @ video["G"].T)
+    loss, logs = model.loss(text, video)
+    close(loss, info_nce(text["G"] @ video["G"].T, 100.0))
+    assert logs.keys() == {"nce_G"}
+
+
+def test_frames_are_bytes_until_they_are_on_the_device(tiny_clip):
+    model = make(tiny_clip)
+    batch = model.collate(samples())
+    assert batch["video"]["frames"].dtype == torch.uint8
+    assert batch["video"]["frames"].shape == (5, 4, 3, 16, 16)
+    texts = samples()
+    for s in texts:
+        s.frames = None
+    assert model.collate(texts).keys() == {"text"}
+    texts[1].frames = samples()[1].frames
+    with pytest.raises(ValueError, match="4 of 5 samples have no frames, the first is 'clip0'"):
+        model.collate(texts)
+
+
+# ---------------------------------------------------------------- gradient cache
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 4])
+@pytest.mark.parametrize("settings", [{}, dict(learn_sigma=True, gradient_checkpointing=True,
+                                               padding="ignore", kl_temperature=0.05)])
+def test_gradient_cache_is_the_plain_gradient(tiny_clip, chunk_size, settings):
+    model = make(tiny_clip, sigma=0.1, **settings)
+
+    def gradient(chunk_size):
+        model.zero_grad(set_to_none=True)
+        chunks, ids, _ = train.collate_chunks(samples(), model.collate, chunk_size)
+        if chunk_size == 0:
+            loss, _ = train.plain_step(model, chunks[0], ids, contextlib.nullcontext)
+        else:
+            loss, _ = train.cached_step(model, chunks, ids, contextlib.nullcontext)
+        return loss, {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+
+    loss, want = gradient(0)
+    cached, got = gradient(chunk_size)
+    close(cached, loss, rtol=1e-5, atol=0)
+    scale = max(g.norm().item() for g in want.values())
+    for name in want:
+        error = (got[name] - want[name]).norm().item()
+        assert error < 1e-5 * want[name].norm().item() + 1e-7 * scale, name
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("settings, says", [
+    (dict(levels="local"), "levels must be one of individual, "),
+    (dict(cluster="k-means"), "cluster must be one of dpc-knn, kmeans"),
+    (dict(attention_local="pca"), "attention_local must be one of"),
+    (dict(attention_global="cca"), "attention_global must be one of"),
+    (dict(merge_residual="both"), "merge_residual must be one of"),
+    (dict(padding="-inf"), "padding must be one of zero, ignore"),
+    (dict(kl_direction="both"), "kl_direction must be"),
+    (dict(kl_reduction="sum"), "kl_reduction must be"),
+    (dict(block_init="vit"), "block_init must be"),
+    (dict(cluster_order="size"), "cluster_order must be"),
+    (dict(max_words=2), "max_words must be at least 3"),
+    (dict(num_frames=0), "num_frames must be at least 1"),
+    (dict(num_phrases=0), "num_phrases must be at least 1"),
+    (dict(num_clips=0), "num_clips must be at least 1"),
+    (dict(individual_prototypes=-1), "individual_prototypes must be at least 0"),
+    (dict(local_prototypes=-1), "local_prototypes must be at least 0"),
+    (dict(block_layers=0), "block_layers must be at least 1"),
+    (dict(knn=0), "knn must be at least 1"),
+    (dict(alpha=math.nan), "alpha must be at least 0"),
+    (dict(mu_pcl=-0.1), "mu_pcl must be at least 0"),
+    (dict(lambda_dl=math.inf), "lambda_dl must be at least 0"),
+    (dict(sigma=0.0), "sigma must be above 0"),
+    (dict(kl_temperature=0.0), "kl_temperature must be above 0"),
+    (dict(learn_sigma=True, sigma=0.001), "sigma must be at least 0.01 when it is learned"),
+    (dict(max_words=38), "max_words 38 and 3 prototypes need more than the 40 positions"),
+    (dict(num_frames=38), "num_frames 38 and 3 prototypes need more"),
+    (dict(num_phrases=40), "num_phrases 40 and 1 prototypes need more"),
+    (dict(num_clips=40), "num_clips 40 and 1 prototypes need more"),
+    (dict(levels="mean", max_words=41), "max_words is 41, this CLIP has positions for 40"),
+    (dict(block_layers=3), "at least 3 layers, this one has 32 and 2; use block_init='random'"),
+])
+def test_a_bad_setting_is_one_clear_error(tiny_clip, settings, says):
+    with pytest.raises(ValueError) as e:
+        make(tiny_clip, **settings)
+    assert says in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_backbone_that_is_no_clip_or_of_an_odd_width_is_refused(tiny_clip):
+    fake = SimpleNamespace(family="qwen2_vl", path="x/y", model=None)
+    with pytest.raises(ValueError, match="'x/y' is a 'qwen2_vl'"):
+        PHANet(PHAConfig(), fake)
+    config = CLIPConfig(text_config=dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                         num_attention_heads=4, max_position_embeddings=40),
+                        vision_config=dict(hidden_size=32, intermediate_size=64,
+                                           num_hidden_layers=1, num_attention_heads=4,
+                                           image_size=16, patch_size=8), projection_dim=24)
+    backbone = SimpleNamespace(family="clip", path="", model=CLIPModel(config), tokenizer=None)
+    with pytest.raises(ValueError, match="projection's width 24.*use block_init='random'"):
+        PHANet(PHAConfig(**SMALL), backbone)
+    model = PHANet(PHAConfig(**SMALL, block_init="random"), backbone)  # another width is fine
+    x, mask = model.head["merge_L"]["text"](rand(2, 9, 24), torch.ones(2, 9, dtype=torch.bool), 3)
+    assert x.shape == (2, 6, 24) and mask.all()
+    config.projection_dim = 30
+    backbone.model = CLIPModel(config)
+    with pytest.raises(ValueError, match="width 30.*4 heads"):
+        PHANet(PHAConfig(**SMALL, block_init="random"), backbone)

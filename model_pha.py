@@ -122,12 +122,12 @@ def dpc_knn(x, mask, M, K=3, order="score"):
     B, N, D = x.shape
     with fp32(x):
         x = x.float()
-        square = x.square().sum(-1)  # [B, N]
-        total = square[:, :, None] + square[:, None, :]  # [B, N, N]
-        d2 = total - 2 * x @ x.mT
-        # rounding must not part what is equal, above all a token and itself
-        d2 = d2.masked_fill(d2 < 1e-6 * total, 0.0) / D
-        d2 = torch.minimum(d2, d2.mT)  # nor i to j and j to i: mutual neighbours may well be a tie
+        G = x @ x.mT  # [B, N, N]
+    square = G.diagonal(dim1=1, dim2=2)  # [B, N], so that a token is at distance 0 from itself
+    total = square[:, :, None] + square[:, None, :]
+    d2 = total - (G + G.mT)  # i to j is j to i to the last bit: mutual neighbours may be a tie
+    # rounding must not part what is equal
+    d2 = d2.masked_fill(d2 < 1e-6 * total, 0.0) / D
     # Choice: Eq. 5-6 have plain squared distances; HBI's code scales them by 1/D, as its exp(-d^2)
     # would be 0 otherwise, and its delta is not squared
     d = d2.sqrt()  # [B, N, N]

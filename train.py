@@ -411,6 +411,8 @@ def main(cfg):
     if per_epoch == 0:
         raise ValueError(f"{cfg.data}/{cfg.train_split}.jsonl has {len(pairs)} pairs, too few for "
                          f"one global batch of {cfg.batch_size}; lower batch_size")
+    if cfg.epochs and hasattr(model, 'check_trained'):  # epochs=0 saves the untrained model
+        model.check_trained()
 
     # ---- model
     autocast = autocast_of(cfg, device)

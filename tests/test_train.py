@@ -702,7 +702,12 @@ def test_a_run_that_was_stopped_before_any_validation_may_end_there(
     (dict(learning_rate=-1), 'learning_rate is -1.0, the least is 0'),
     (dict(learning_rate='nan'), 'learning_rate expects float'),
     (dict(seed=-1), 'seed is -1, the least is 0'),
-    (dict(beta2=1.5), 'beta'),
+    (dict(seed=2 ** 31), 'seed is 2147483648 and must be below 2^31'),
+    (dict(beta1=-0.1), 'beta1 is -0.1 and must be at least 0 and below 1'),
+    (dict(beta2=1), 'beta2 is 1.0 and must be at least 0 and below 1'),
+    (dict(out_dir=''), "out_dir '' is no folder, and can't become one"),
+    (dict(out_dir=TRAIN), "train.py' is no folder, and can't become one"),
+    (dict(lora_r=0, num_slots=1, layer_fusion=False), 'nothing that is trained would change'),
     (dict(dtype='fp16'), "dtype is 'fp16' and must be auto, bfloat16 or float32"),
     (dict(device='gpu'), "device is 'gpu' and must be auto, cpu or cuda"),
     (dict(num_slots=0), 'num_slots must be at least 1'),
@@ -748,6 +753,13 @@ def test_help_and_typos_answer_without_torch(script, tmp_path):
     env = {**os.environ, 'PYTHONPATH': str(tmp_path)}
     answer = partial(subprocess.run, capture_output=True, text=True, env=env)
     p = answer([sys.executable, ROOT / script, '--help'])
+def test_a_model_without_anything_to_train_may_be_saved_untrained(
+        tiny_data, tiny_qwen2vl, tmp_path):
+    train_here(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, lora_r=0, num_slots=1,
+                    layer_fusion=False, epochs=0, warmup_epochs=0))
+    assert target(tmp_path / 'run', 'best') == 'step_000000'
+
+
     assert p.returncode == 0 and not p.stderr
     for name, (_, default, _) in read_settings(str(ROOT / script)).items():
         assert f'--{name} = {default!r}' in p.stdout

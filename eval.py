@@ -165,7 +165,7 @@ class Collate:
 
 @torch.no_grad()
 def encode(model, side, dataset, order, batch_size, num_workers=0, device="cpu",
-           autocast=nullcontext):
+           autocast=nullcontext, source="the data"):
     """
     Features [n, ...] of the samples in `order` (side: text or video), sorted by index; the indices
     of those that could be read; and of those whose text was cut to the context limit.
@@ -194,7 +194,7 @@ def encode(model, side, dataset, order, batch_size, num_workers=0, device="cpu",
         dist.all_gather_object(boxes, (indices, cut, parts))
         indices, cut, parts = (sum(lists, []) for lists in zip(*boxes))
     if not parts:
-        raise ValueError(f"not one {side} of {len(order)} could be read")
+        raise ValueError(f"not one {side} of the {len(order)} in {source} could be read")
     where = torch.tensor(indices).argsort()
     return {k: torch.cat([p[k] for p in parts])[where] for k in parts[0]}, sorted(indices), cut
 
@@ -251,7 +251,7 @@ def slots_alone(S_m, owner):
             "exclusive_total": int(alone.sum())}
 
 
-def encode_split(model, items, cfg, **how):
+def encode_split(model, items, cfg, split, **how):
     """
     Features of a split: (text, row, owner, video, kept, number of captions that were cut).
 
@@ -266,7 +266,8 @@ def encode_split(model, items, cfg, **how):
     root = cfg.video_root or os.path.join(cfg.data, "videos")
     videos = Videos(items, root, cfg.num_frames, sampler=cfg.sampler, size=cfg.frame_size,
                     frame_cache=cfg.frame_cache, on_bad_video=cfg.on_bad_video)
-    how |= dict(batch_size=cfg.eval_batch_size, num_workers=cfg.num_workers)
+    how |= dict(batch_size=cfg.eval_batch_size, num_workers=cfg.num_workers,
+                source=f"{os.path.join(cfg.data, split)}.jsonl (videos in {root})")
     video, kept, _ = encode(model, "video", videos, range(len(items)), **how)
     texts, place = Texts(items), {v: n for n, v in enumerate(kept)}
     ours = [i for i, v in enumerate(texts.owner) if v in place]
@@ -300,8 +301,8 @@ def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="
         raise ValueError(f"per_slot: {type(model).__name__} has no slots")
     was_training = model.training
     model.eval()
-    text, row, owner, video, kept, n_cut = encode_split(model, items, cfg, device=device,
-                                                        autocast=autocast)
+    text, row, owner, video, kept, n_cut = encode_split(model, items, cfg, split,
+                                                        device=device, autocast=autocast)
     model.train(was_training)
     S = similarity(model.similarity, text, video, device=device, say=tqdm.write)[row]  # [Nt, Nv]
     check_finite(S, [f"a caption of {items[kept[v]].id}" for v in owner],

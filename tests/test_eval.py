@@ -271,7 +271,7 @@ class Clips(torch.utils.data.Dataset):
         return Sample(f"v{i}", None, f, i, "broken" if f is None else None)
 
 
-CFG = SimpleNamespace(data="", video_root="", num_frames=8, sampler="uniform", frame_size=0,
+CFG = SimpleNamespace(data="toy", video_root="", num_frames=8, sampler="uniform", frame_size=0,
                       frame_cache="", on_bad_video="skip", num_workers=0, eval_batch_size=4,
                       video_prompt="v", text_prompt="t")
 
@@ -325,7 +325,8 @@ def test_an_unreadable_video_leaves_with_its_captions_and_is_counted(monkeypatch
     assert (result["n_text"], result["n_video"], result["skipped_videos"]) == (3, 3, 1)
     assert result["SumR"] == 600
     assert "3 videos (1 skipped), 3 captions" in E.table(result)
-    with pytest.raises(ValueError, match="not one video of 4 could be read"):
+    with pytest.raises(ValueError, match=r"not one video of the 4 in toy/test.jsonl \(videos in "
+                                         r"toy/videos\) could be read"):
         evaluate(monkeypatch, [None] * 4, captions)
 
 

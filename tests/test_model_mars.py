@@ -477,6 +477,13 @@ def test_collate_gives_the_sides_that_the_samples_have(tiny_qwen2vl):
         model.collate([*videos[:2], *items[2:]])
 
 
+def test_a_sample_that_cannot_be_collated_is_named(tiny_qwen2vl):
+    model, items = make(tiny_qwen2vl), samples()
+    items[2].frames = np.zeros((2, 1, 400, 3), dtype=np.uint8)
+    with pytest.raises(ValueError, match="^clip2: a frame of 400x1 is too thin"):
+        model.collate(items)
+
+
 def test_a_long_caption_is_cut_and_keeps_its_prompt(tiny_qwen2vl):
     model = make(tiny_qwen2vl, max_text_tokens=3).eval()
     long = SimpleNamespace(id="x", caption="a red circle moves left and left and left", frames=None)

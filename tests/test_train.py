@@ -94,19 +94,23 @@ def argv(out, data, backbone, **changes):
 
 
 def run(args, strike=None):
-    """A whole run. strike (n, ranks, signal): in the n-th step these ranks send it themselves."""
+    """A whole run. strike (n, ranks, *signals): in the n-th step these ranks send them to
+    themselves."""
     steps = {'n': 0}
 
     def struck(step, *args):
         steps['n'] += 1
         if strike and steps['n'] == strike[0] and int(os.environ.get('RANK', 0)) in strike[1]:
-            os.kill(os.getpid(), strike[2])
+            for number in strike[2:]:
+                os.kill(os.getpid(), number)
         return step(*args)
 
     train.plain_step = partial(struck, train.plain_step)
     train.cached_step = partial(struck, train.cached_step)
     cfg = configure(TRAIN, args, train.SETTINGS)
     train.one_line_errors(lambda: train.main(cfg))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def run_script(args):
@@ -323,6 +327,18 @@ def test_a_run_that_is_stopped_and_killed_ends_in_the_same_bits(
     assert [row['step'] for row in lines(ours) if 'SumR' in row] == [4]
 
 
+@pytest.mark.parametrize('number, code, saved', [
+    (signal.SIGTERM, 0, 'step_000002'),  # a scheduler's and torchrun's: the step ends, as with one
+    (signal.SIGINT, -signal.SIGINT, 'step_000000')])  # Ctrl-C by somebody who will not wait
+def test_a_second_sigterm_is_patient_and_a_second_ctrl_c_kills(
+        number, code, saved, tiny_data, tiny_qwen2vl, tmp_path):
+    args = argv(tmp_path / 'run', tiny_data, tiny_qwen2vl)
+    assert launch(run, args, (2, [0], number, number), output=tmp_path / 'output') == [code]
+    assert target(tmp_path / 'run', 'latest') == saved
+    said = (tmp_path / 'output.0').read_text()
+    assert ('stopped by a signal; step 2 is saved' in said) == (code == 0)
+
+
 # -----------------------------------------------------------------------------
 # what a checkpoint holds
 
@@ -340,6 +356,7 @@ def test_a_checkpoint_holds_what_is_trained_and_nothing_else(finished, tiny_qwen
     assert config['settings']['lora_dropout'] == DROPOUT
     assert config['settings']['video_prompt'] == MARSConfig.video_prompt
     assert config['versions']['torch'] == torch.__version__
+    assert config['world'] == 1 and config['precision'] == 'float32'
     # two checkpoints stay: the last one and the best, which is the only validated one, step 4
     assert sorted(p.name for p in finished.iterdir()) == [
         'best', 'config.json', 'latest', 'log.jsonl', 'step_000004', 'step_000006']
@@ -567,6 +584,20 @@ def test_a_folder_that_no_link_names_is_written_anew(trapped):
     assert load(trapped) == (1, None)
 
 
+def test_resuming_refuses_another_precision_and_notes_another_number_of_processes(
+        trapped, capsys):
+    cfg = trapped.cfg
+    trapped.config = json.dumps(checkpoint.describe(cfg, world=2, dtype=torch.bfloat16))
+    save(trapped, Bystander(), 1, None)
+    assert load(trapped) == (1, None) and capsys.readouterr().err == ''
+    trapped.config = json.dumps(checkpoint.describe(cfg, world=3, dtype=torch.bfloat16))
+    assert load(trapped) == (1, None)
+    assert 'note: begun by 2 process(es), resumed by 3' in capsys.readouterr().err
+    trapped.config = json.dumps(checkpoint.describe(cfg, world=2, dtype=torch.float32))
+    with pytest.raises(ValueError, match="settings .precision = 'bfloat16', now 'float32'.: set"):
+        load(trapped)
+
+
 # -----------------------------------------------------------------------------
 # runs that go wrong
 
@@ -661,6 +692,8 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings(
     text = error_of([*args, '--resume', '--learning_rate=0.02'])
     assert 'learning_rate = 0.01, now 0.02' in text and 'lora_r' not in text
     assert 'num_slots = 4, now 2' in error_of([*args, '--resume', '--num_slots=2'])
+    text = error_of([*args, '--resume', '--dtype=bfloat16'])
+    assert "precision = 'float32', now 'bfloat16'" in text
     assert before == sorted((p, p.stat().st_mtime_ns) for p in finished.rglob('*'))
 
 

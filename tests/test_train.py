@@ -753,6 +753,13 @@ def test_a_wrong_start_is_one_clear_line(changes, says, tiny_data, tiny_qwen2vl,
     assert not (tmp_path / 'run').exists()
 
 
+def test_a_model_without_anything_to_train_may_be_saved_untrained(
+        tiny_data, tiny_qwen2vl, tmp_path):
+    train_here(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, lora_r=0, num_slots=1,
+                    layer_fusion=False, epochs=0, warmup_epochs=0))
+    assert target(tmp_path / 'run', 'best') == 'step_000000'
+
+
 def test_an_error_in_a_loaders_worker_is_one_line_too(
         tiny_data, tiny_qwen2vl, tmp_path, monkeypatch):
     def fit_size(*args):
@@ -786,19 +793,58 @@ def test_help_and_typos_answer_without_torch(script, tmp_path):
     env = {**os.environ, 'PYTHONPATH': str(tmp_path)}
     answer = partial(subprocess.run, capture_output=True, text=True, env=env)
     p = answer([sys.executable, ROOT / script, '--help'])
-def test_a_model_without_anything_to_train_may_be_saved_untrained(
-        tiny_data, tiny_qwen2vl, tmp_path):
-    train_here(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, lora_r=0, num_slots=1,
-                    layer_fusion=False, epochs=0, warmup_epochs=0))
-    assert target(tmp_path / 'run', 'best') == 'step_000000'
-
-
     assert p.returncode == 0 and not p.stderr
     for name, (_, default, _) in read_settings(str(ROOT / script)).items():
         assert f'--{name} = {default!r}' in p.stdout
     p = answer([sys.executable, ROOT / script, '--evil_batch_size=3'])
     assert p.returncode == 1 and not p.stdout and p.stderr.count('\n') == 1
     assert "unknown setting 'evil_batch_size', did you mean 'eval_batch_size'?" in p.stderr
+
+
+@pytest.mark.parametrize('script, arguments, says', [
+    ('train.py', ['--seed=-1'], 'seed is -1, the least is 0'),
+    ('train.py', ['--data=nowhere'], 'nowhere/train.jsonl not found'),
+    ('eval.py', ['--ckpt=nowhere'], "--ckpt 'nowhere' is no run folder"),
+    ('eval.py', ['--ckpt={run}', '--split=dev'], 'dev.jsonl not found'),
+    ('eval.py', ['--ckpt={run}', '--data=nowhere'], 'nowhere/test.jsonl not found')])
+def test_wrong_values_and_missing_files_are_told_without_torch(
+        script, arguments, says, tmp_path, finished):
+    (tmp_path / 'torch.py').write_text('raise SystemExit("torch was imported")')
+    p = subprocess.run([sys.executable, ROOT / script, *(a.format(run=finished)
+                                                         for a in arguments)],
+                       capture_output=True, text=True,
+                       env={**os.environ, 'PYTHONPATH': str(tmp_path)})
+    assert p.returncode == 1 and not p.stdout and p.stderr.count('\n') == 1
+    assert p.stderr.startswith(script) and says in p.stderr
+
+
+@pytest.mark.parametrize('script, arguments', [('train.py', ['--data={data}']),
+                                               ('eval.py', ['--ckpt={run}'])])
+def test_ctrl_c_while_torch_is_imported_is_one_line(
+        script, arguments, tmp_path, finished, tiny_data):
+    (tmp_path / 'torch.py').write_text(
+        "import time\ntry:\n    print('importing', flush=True)\n    time.sleep(60)\n"
+        "except BaseException:\n    pass")  # an import that swallows it, as a few do
+    arguments = [a.format(data=tiny_data, run=finished) for a in arguments]
+    with subprocess.Popen([sys.executable, ROOT / script, *arguments], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True,
+                          env={**os.environ, 'PYTHONPATH': str(tmp_path)}) as p:
+        assert p.stdout.readline() == 'importing\n'
+        p.send_signal(signal.SIGINT)
+        assert p.communicate(timeout=30) == ('', f'{script}: interrupted\n')
+    assert p.returncode == 130
+
+
+def torchrun(*args):
+    from torch.distributed.run import main
+    main(['--standalone', '--nproc_per_node=2', *args])
+
+
+@pytest.mark.parametrize('arguments', [['--data=nowhere'], ['--sed=1']])
+def test_what_all_ranks_see_alike_is_said_once(arguments, tmp_path):
+    assert launch(torchrun, TRAIN, *arguments, output=tmp_path / 'output') == [1]
+    said = (tmp_path / 'output.0').read_text()
+    assert said.count('nowhere/train.jsonl not found') + said.count("setting 'sed'") == 1, said
 
 
 # -----------------------------------------------------------------------------

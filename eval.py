@@ -36,17 +36,57 @@ video_prompt: str | None = None    # the same
 paragraph: bool | None = None      # the same: a video's captions joined to one
 backbone: str | None = None        # where the backbone is now, if it has moved
 # end of settings
-import sys
-if __name__ == "__main__":         # before torch is imported, so that --help is instant
-    from configurator import configure
-    args = configure(__file__)
-
 import json as jsonlib
 import os
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+
+from configurator import at_once, configure, one_line_errors
+
+
+def find_checkpoint(args):
+    """The folder of the checkpoint that is asked for."""
+    run = Path(args.ckpt)
+    if args.which not in ("best", "latest"):
+        raise ValueError(f"which must be best or latest, not {args.which!r}")
+    if not args.ckpt or not run.is_dir():
+        found = sorted(str(p.parent.parent) for p in Path("out").glob("*/latest/config.json"))
+        raise FileNotFoundError(f"--ckpt {args.ckpt!r} is no run folder; there are: "
+                                f"{', '.join(found) or 'none yet, run train.py first'}")
+    step = run if (run / "model.safetensors").is_file() else run / args.which
+    for name in ("config.json", "model.safetensors"):
+        if not (step / name).is_file():
+            raise FileNotFoundError(f"{step / name} not found: {run} holds no finished "
+                                    f"{args.which!r} checkpoint, train it or give another --which")
+    return step
+
+
+def read_json(path):
+    try:
+        found = jsonlib.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no {...}")
+        return found
+    except ValueError as e:
+        raise ValueError(f"{path} is no JSON file ({e}); delete it or restore it") from None
+
+
+def configured():
+    """The settings of the command line, and whether the files they name are there."""
+    args = configure(__file__)
+    if not args.compare:
+        from data import find_annotations  # numpy is imported, torch is not
+        trained = read_json(find_checkpoint(args) / "config.json")["settings"]
+        data = trained["data"] if args.data is None else args.data
+        find_annotations(os.path.join(data, f"{args.split}.jsonl"))
+    return args
+
+
+if __name__ == "__main__":  # before torch is imported: --help, typos, missing files answer at once
+    args = at_once(configured)
 
 import torch
 import torch.distributed as dist
@@ -165,7 +205,7 @@ class Collate:
 
 @torch.no_grad()
 def encode(model, side, dataset, order, batch_size, num_workers=0, device="cpu",
-           autocast=nullcontext):
+           autocast=nullcontext, source="the data"):
     """
     Features [n, ...] of the samples in `order` (side: text or video), sorted by index; the indices
     of those that could be read; and of those whose text was cut to the context limit.
@@ -194,7 +234,7 @@ def encode(model, side, dataset, order, batch_size, num_workers=0, device="cpu",
         dist.all_gather_object(boxes, (indices, cut, parts))
         indices, cut, parts = (sum(lists, []) for lists in zip(*boxes))
     if not parts:
-        raise ValueError(f"not one {side} of {len(order)} could be read")
+        raise ValueError(f"not one {side} of the {len(order)} in {source} could be read")
     where = torch.tensor(indices).argsort()
     return {k: torch.cat([p[k] for p in parts])[where] for k in parts[0]}, sorted(indices), cut
 
@@ -251,7 +291,7 @@ def slots_alone(S_m, owner):
             "exclusive_total": int(alone.sum())}
 
 
-def encode_split(model, items, cfg, **how):
+def encode_split(model, items, cfg, split, **how):
     """
     Features of a split: (text, row, owner, video, kept, number of captions that were cut).
 
@@ -266,7 +306,8 @@ def encode_split(model, items, cfg, **how):
     root = cfg.video_root or os.path.join(cfg.data, "videos")
     videos = Videos(items, root, cfg.num_frames, sampler=cfg.sampler, size=cfg.frame_size,
                     frame_cache=cfg.frame_cache, on_bad_video=cfg.on_bad_video)
-    how |= dict(batch_size=cfg.eval_batch_size, num_workers=cfg.num_workers)
+    how |= dict(batch_size=cfg.eval_batch_size, num_workers=cfg.num_workers,
+                source=f"{os.path.join(cfg.data, split)}.jsonl (videos in {root})")
     video, kept, _ = encode(model, "video", videos, range(len(items)), **how)
     texts, place = Texts(items), {v: n for n, v in enumerate(kept)}
     ours = [i for i, v in enumerate(texts.owner) if v in place]
@@ -300,8 +341,8 @@ def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="
         raise ValueError(f"per_slot: {type(model).__name__} has no slots")
     was_training = model.training
     model.eval()
-    text, row, owner, video, kept, n_cut = encode_split(model, items, cfg, device=device,
-                                                        autocast=autocast)
+    text, row, owner, video, kept, n_cut = encode_split(model, items, cfg, split,
+                                                        device=device, autocast=autocast)
     model.train(was_training)
     S = similarity(model.similarity, text, video, device=device, say=tqdm.write)[row]  # [Nt, Nv]
     check_finite(S, [f"a caption of {items[kept[v]].id}" for v in owner],
@@ -402,18 +443,7 @@ def compare_runs(folders, split, dsl=False):
 def load_settings(args, say=print):
     """The run's settings with the command line's over them, the checkpoint's folder, and which of
     the settings given make the result another one than the run's own."""
-    run = Path(args.ckpt)
-    if args.which not in ("best", "latest"):
-        raise ValueError(f"which must be best or latest, not {args.which!r}")
-    if not args.ckpt or not run.is_dir():
-        found = sorted(str(p.parent.parent) for p in Path("out").glob("*/latest/config.json"))
-        raise FileNotFoundError(f"--ckpt {args.ckpt!r} is no run folder; there are: "
-                                f"{', '.join(found) or 'none yet, run train.py first'}")
-    step = run if (run / "model.safetensors").is_file() else run / args.which
-    for name in ("config.json", "model.safetensors"):
-        if not (step / name).is_file():
-            raise FileNotFoundError(f"{step / name} not found: {run} holds no finished "
-                                    f"{args.which!r} checkpoint, train it or give another --which")
+    step = find_checkpoint(args)
     settings = with_defaults(read_json(step / "config.json")["settings"])
     if args.data is not None and args.video_root is None:
         settings["video_root"] = ""
@@ -443,16 +473,6 @@ def with_defaults(settings):
         file, config = train.SETTINGS[settings["model"]]
         known |= read_settings(here.parent / file, config)
     return {**{key: default for key, (_, default, _) in known.items()}, **settings}
-
-
-def read_json(path):
-    try:
-        found = jsonlib.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("it holds no {...}")
-        return found
-    except ValueError as e:
-        raise ValueError(f"{path} is no JSON file ({e}); delete it or restore it") from None
 
 
 def save_result(path, result, split=None):
@@ -494,8 +514,9 @@ def main(args):
 
 
 if __name__ == "__main__":
-    from train import one_line_errors
     if args.compare:
         one_line_errors(lambda: print(compare_runs(args.compare.split(","), args.split, args.dsl)))
     else:
         one_line_errors(lambda: main(args))
+    if dist.is_initialized():  # not after an error: other ranks may wait in a collective
+        dist.destroy_process_group()

@@ -389,7 +389,7 @@ def test_an_8k_clip_takes_less_than_500_mb(tmp_path):
     encode(tmp_path / "8k.mp4", [base + 10 * i for i in range(5)],
            options={"preset": "ultrafast", "crf": "40"})
     assert not data.decord_is_right(data.scan(str(tmp_path / "8k.mp4")))  # it may need twice that
-    code = ("import sys, resource, av, data\n"
+    code = ("import sys, resource, av, torch, data\n"
             "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
             "before = peak()\n"
             "for _ in range(3): f = data.read_frames(sys.argv[1], 8, size=224)\n"

@@ -6,6 +6,7 @@ python -m pytest tests/test_eval.py -v
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -271,7 +272,7 @@ class Clips(torch.utils.data.Dataset):
         return Sample(f"v{i}", None, f, i, "broken" if f is None else None)
 
 
-CFG = SimpleNamespace(data="", video_root="", num_frames=8, sampler="uniform", frame_size=0,
+CFG = SimpleNamespace(data="toy", video_root="", num_frames=8, sampler="uniform", frame_size=0,
                       frame_cache="", on_bad_video="skip", num_workers=0, eval_batch_size=4,
                       video_prompt="v", text_prompt="t")
 
@@ -325,7 +326,8 @@ def test_an_unreadable_video_leaves_with_its_captions_and_is_counted(monkeypatch
     assert (result["n_text"], result["n_video"], result["skipped_videos"]) == (3, 3, 1)
     assert result["SumR"] == 600
     assert "3 videos (1 skipped), 3 captions" in E.table(result)
-    with pytest.raises(ValueError, match="not one video of 4 could be read"):
+    with pytest.raises(ValueError, match=r"not one video of the 4 in toy/test.jsonl \(videos in "
+                                         r"toy/videos\) could be read"):
         evaluate(monkeypatch, [None] * 4, captions)
 
 
@@ -467,6 +469,32 @@ def test_a_checkpoint_gives_what_encoding_one_by_one_gives(run, tmp_path, capsys
     assert result["dsl_rows"]["t2v"] == want["t2v"]
     out = capsys.readouterr().out
     assert "T2V)" in out and "T2V+DSL" in out and "slot 3 alone" in out
+
+
+def test_other_settings_have_entries_of_their_own_in_metrics_json(run, tmp_path):
+    out, file = tmp_path / "toy", tmp_path / "toy" / "metrics.json"
+    shutil.copytree(run.out, out, symlinks=True, ignore=shutil.ignore_patterns("metrics.json"))
+
+    def saved(*argv):
+        E.main(settings("--ckpt", str(out), *argv))
+        return json.loads(file.read_text())
+
+    main = saved()["test"]
+    assert list(saved("--num_workers=1", "--eval_batch_size=3")) == ["test"]  # changes no number
+    others = {"val": ["--split=val"], "test num_frames=2": ["--num_frames=2"],
+              "test latest": ["--which=latest"], "test v2t=group": ["--v2t=group"],
+              "val latest v2t=group num_frames=2": ["--split=val", "--which=latest",
+                                                    "--v2t=group", "--num_frames=2"]}
+    for name, argv in others.items():
+        before = json.loads(file.read_text())
+        after = saved(*argv)
+        assert after.keys() - before.keys() == {name}
+        assert {k: after[k] for k in before} == before
+    assert after["test"] == main and after["test num_frames=2"]["num_frames"] == 2
+    # DSL is no other setting: it adds its rows to the entry, the numbers without it stay there
+    with_dsl = saved("--dsl")
+    assert with_dsl.keys() == after.keys()
+    assert {**with_dsl["test"], "dsl": False, "dsl_rows": None} == {**main, "dsl_rows": None}
 
 
 def test_two_processes_give_the_same_bits_as_one(run, tmp_path):

@@ -17,7 +17,7 @@ out_dir = 'out/ablate'   # the runs' folders, their logs, and <tables>.json with
 split = 'test'           # the split of the tables; `best` is picked on the val split, as ever
 only = ''                # run only the settings with this text in their name: cluster, default
 show = False             # run nothing, print what is finished
-config = ''              # what the rows change; empty: the tables' own, a run on the demo
+config = ''              # what the rows change, such as config/pha_msrvtt.py; empty: the tables' own
 change = ''              # settings of every run, as in 'epochs=1 batch_size=32'; empty and no
                          # config given: the tables' own
 launch = ''              # stands before the scripts: 'torchrun --standalone --nproc_per_node=4'
@@ -135,7 +135,9 @@ def plan(spec):
             except SystemExit as e:
                 raise ValueError(f"{title}, row {label!r}: {e}") from None
             name = first.setdefault(json.dumps(settings, sort_keys=True), name_of(change))
-            runs.setdefault(name, (argv, settings))
+            if runs.setdefault(name, (argv, settings))[1] != settings:
+                raise ValueError(f"{title}, row {label!r}: its settings would have the name of "
+                                 f"another row's, {name}; write them otherwise")
             if label:
                 laid_out[title].append((label, name, paper))
     used = {name for rows in laid_out.values() for _, name, _ in rows}
@@ -204,6 +206,8 @@ class Runner:
                 child = subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT,
                                          stdin=subprocess.DEVNULL, env=self.env)
                 self.children.add(child)
+                if self.stopping.is_set():  # between the check above and here
+                    child.terminate()
                 code = child.wait()
                 self.children.discard(child)
             said = log.read_bytes()[start:].decode(errors='replace').strip()
@@ -317,9 +321,10 @@ def specification(args):
         if getattr(args, key) < 1:
             raise ValueError(f"{key} is {getattr(args, key)} and must be at least 1")
     spec = {'by': '', 'within': '', 'twins': (), **TABLES[args.tables]}
+    if args.config:  # other data: its annotations need not have the demo's fields
+        spec.update(config=args.config, by='', within='', twins=())
     if args.config or args.change:
         spec['change'] = args.change
-    spec['config'] = args.config or spec['config']
     return spec
 
 

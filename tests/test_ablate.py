@@ -114,6 +114,12 @@ def test_a_row_that_train_py_does_not_know_is_named():
         ablate.plan(spec)
 
 
+def test_different_settings_never_share_a_name(here):
+    rows = [('a', 'video_root=a/b data=x', ''), ('b', 'data=x/y', ''), ('c', 'data=x-y', '')]
+    with pytest.raises(ValueError, match="row 'c': its settings would have the name of another"):
+        ablate.plan({**SPEC, 'tables': {'Table 1': rows}})
+
+
 @pytest.mark.parametrize('tables, n', [('pha', 16)])
 def test_the_tables_of_the_repository_are_readable(here, tables, n):
     laid_out, runs = ablate.plan(ablate.TABLES[tables])
@@ -130,7 +136,9 @@ def test_the_command_line_replaces_the_tables_own_config_and_change():
     assert spec()['config'] == own['config'] and spec()['change'] == own['change']
     assert spec('--change=epochs=3')['change'] == 'epochs=3'
     other = spec('--config=config/pha_msrvtt.py')
-    assert (other['config'], other['change']) == ('config/pha_msrvtt.py', '')
+    assert [other[k] for k in ('config', 'change', 'by', 'within', 'twins')] == [
+        'config/pha_msrvtt.py', '', '', '', ()]
+    assert spec('--change=epochs=3')['by'] == 'kind'
     with pytest.raises(ValueError, match="tables is 'phh'; there are: pha"):
         spec('--tables=phh')
     with pytest.raises(ValueError, match="jobs is 0 and must be at least 1"):

@@ -79,6 +79,7 @@ import statistics
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cache
 from pathlib import Path
 
 from tqdm import tqdm
@@ -107,10 +108,10 @@ def name_of(change):
     return re.sub(r'[^\w.=,+-]', '-', ','.join(words)) or 'default'
 
 
-def settings_of(argv):
+@cache
+def settings_of(*argv):
     """What train.py makes of these arguments, without what does not change a result."""
-    cfg = vars(configure(str(HERE / 'train.py'), argv, SETTINGS))
-    return essential(cfg)
+    return essential(vars(configure(str(HERE / 'train.py'), argv, SETTINGS)))
 
 
 def essential(settings):
@@ -131,7 +132,7 @@ def plan(spec):
             # the row's own settings stand last, so that it may change what all runs change
             argv = base + arguments(spec['change']) + arguments(change)
             try:
-                settings = settings_of(argv)
+                settings = settings_of(*argv)
             except SystemExit as e:
                 raise ValueError(f"{title}, row {label!r}: {e}") from None
             name = first.setdefault(json.dumps(settings, sort_keys=True), name_of(change))
@@ -339,12 +340,14 @@ def main(args):
     # seed after seed, so that what is there after a while is whole tables
     places = {(name, seed): out / f'{name}_s{seed}' for seed in range(args.seeds) for name in runs}
     wanted = {key: {**runs[key[0]][1], 'seed': key[1]} for key in places}
+    found = {}                           # (run, seed) -> result
 
     def collect():
         """{run: [result per seed]} of what is finished; also written to <tables>.json."""
-        found = {key: result_of(folder, wanted[key], args.split, **by)
-                 for key, folder in places.items()}
-        rows = {name: {str(s): found[name, s] for s in range(args.seeds) if found[name, s]}
+        for key in places.keys() - found.keys():
+            if result := result_of(places[key], wanted[key], args.split, **by):
+                found[key] = result
+        rows = {name: {str(s): found[name, s] for s in range(args.seeds) if (name, s) in found}
                 for name in runs}
         out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / f'{args.tables}.json', json.dumps(
@@ -353,12 +356,11 @@ def main(args):
             indent=1) + '\n')
         return {name: list(r.values()) for name, r in rows.items()}
 
-    todo = [key for key in places if key[0] in named
-            and not result_of(places[key], wanted[key], args.split, **by)]
+    collect()
+    todo = [key for key in places if key[0] in named and key not in found]
     print(f"{args.tables}: {len(runs)} settings x {args.seeds} seeds, each is {spec['config']} "
           f"{spec['change']}\n{len(todo)} runs to do, {args.jobs} at a time; {out}/<run>.log")
     failures = []
-    collect()
     if todo and not args.show:
         for key in todo:
             if why := differences(places[key], wanted[key]):
@@ -368,7 +370,7 @@ def main(args):
 
         def finished(folder):
             collect()
-            r = result_of(folder, wanted[keys[folder]], args.split, **by)
+            r = found.get(keys[folder])
             if r is None:
                 raise ValueError("it ran, and left no result of the settings asked for; look at "
                                  f"{folder}.log")

@@ -32,6 +32,7 @@ class Item:
     id: str
     video: str  # path below video_root
     captions: list
+    fields: dict = field(default_factory=dict, repr=False)  # the line's others: eval.py's --by
 
 
 @dataclass
@@ -108,7 +109,8 @@ def parse_item(line):
         if not isinstance(c, str) or not visible(c):
             raise ValueError(f"caption {c!r} of {row['id']!r} is no text; remove it")
         c.encode()  # half a surrogate pair gets through JSON, but through no tokenizer
-    return Item(row["id"], row["video"], captions)
+    others = {k: v for k, v in row.items() if k not in ("id", "video", "captions")}
+    return Item(row["id"], row["video"], captions, others)
 
 
 def visible(text):

@@ -20,6 +20,9 @@ dsl = False            # also report dual softmax scores; they see the whole set
 # flat that DSL does nothing; 0.02 = 1 / gamma is the temperature MARS is trained with
 dsl_temperature = 0.02
 per_slot = False       # also T2V of every slot alone (MARS, Fig. 3)
+by = ""                # also T2V for each value of this field of the annotations (demo: kind)
+within = ""            # with by: and how often the right video beats one of another value that has
+                       # this field in common with it (demo: family, so each clip and its siblings)
 json = ""              # also write the result to this file (<run>/metrics.json is always written)
 compare = ""           # comma-separated run folders: one table from their metrics.json, nothing run
 device = "auto"        # cuda, cpu; auto: a GPU if there is one
@@ -291,6 +294,50 @@ def slots_alone(S_m, owner):
             "exclusive_total": int(alone.sum())}
 
 
+def field_values(items, field):
+    """What each item's annotation says in `field`, as text; None where it has no such field."""
+    values = [item.fields.get(field) for item in items]
+    if all(v is None for v in values):
+        there = sorted({k for item in items for k in item.fields})
+        raise ValueError(f"no line of the split has a field {field!r}; beside id, video and "
+                         f"captions there are: {', '.join(there) or 'none'}")
+    for v in values:
+        if isinstance(v, (list, dict)):
+            raise ValueError(f"the field {field!r} holds lists or objects, such as {str(v)[:40]}; "
+                             "it takes one with a word or a number per video")
+    return [v if v is None else str(v) for v in values]
+
+
+def by_field(S, owner, items, field, within=""):
+    """
+    T2V of the queries whose video has each value of `field`, in the whole gallery S [Nt, Nv].
+
+    within: a second field. Videos that share it are siblings; "beats"[v] is how often, in percent
+    of all pairs, a query's own video scores above a sibling of value v (a tie is half of that).
+    Each pair is a gallery of two, so chance is 50.
+    """
+    owner = torch.as_tensor(owner)
+    values, r = field_values(items, field), ranks(S, owner)
+    own = S.gather(1, owner[:, None])                              # [Nt, 1]
+    wins = (S < own).double() + (S == own).double() / 2            # [Nt, Nv]
+    sibling = torch.zeros(S.shape, dtype=torch.bool)
+    if within:
+        shared = field_values(items, within)
+        code = torch.tensor([shared.index(v) if v is not None else -1 for v in shared])  # [Nv]
+        sibling = (code[owner][:, None] == code) & (code >= 0)     # [Nt, Nv]
+        sibling &= owner[:, None] != torch.arange(S.shape[1])
+    has = {v: torch.tensor([x == v for x in values]) for v in sorted(set(values) - {None})}  # [Nv]
+    out = {}
+    for value, mask in has.items():
+        mine = mask[owner]                                         # [Nt]
+        out[value] = {"n_text": int(mine.sum()), "t2v": metrics(r[mine])}
+        if within:
+            pairs = {v: mine[:, None] & sibling & of_v for v, of_v in has.items()}
+            out[value]["beats"] = {v: 100 * wins[p].mean().item()
+                                   for v, p in pairs.items() if p.any()}
+    return {"field": field, "within": within, "values": out}
+
+
 def encode_split(model, items, cfg, split, **how):
     """
     Features of a split: (text, row, owner, video, kept, number of captions that were cut).
@@ -326,7 +373,7 @@ def encode_split(model, items, cfg, split, **how):
 
 
 def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="best", dsl=None,
-             per_slot=False):
+             per_slot=False, by="", within=""):
     """
     The result of one split as it stands in metrics.json, on every rank alike. dsl: temperature.
 
@@ -339,6 +386,10 @@ def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="
         raise ValueError(f"dsl_temperature must be above 0, not {dsl}")
     if per_slot and not hasattr(model, "slot_similarity"):
         raise ValueError(f"per_slot: {type(model).__name__} has no slots")
+    if within and not by:
+        raise ValueError("within is given without by: name the field to report by, as in --by=kind")
+    for key in filter(None, (by, within)):
+        field_values(items, key)                 # better now than after the encoding
     was_training = model.training
     model.eval()
     text, row, owner, video, kept, n_cut = encode_split(model, items, cfg, split,
@@ -360,6 +411,8 @@ def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="
     if per_slot:
         S_m = similarity(model.slot_similarity, text, video, device=device)[:, row]    # [M, Nt, Nv]
         result["per_slot"] = slots_alone(S_m, owner)
+    if by:
+        result["by"] = by_field(S, owner, [items[v] for v in kept], by, within)
     return result
 
 
@@ -392,7 +445,19 @@ def table(r):
         out += [line(f"slot {m + 1} alone (T2V), only it ranks first: {p['exclusive'][m]}", x)
                 for m, x in enumerate(p["t2v"])]
         out += [f"rank 1 in exactly one slot: {p['exclusive_total']} of {n_text} queries"]
+    if "by" in r:
+        out += by_lines(r["by"])
     return "\n".join(out)
+
+
+def by_lines(b):
+    out = [line(f"{b['field']} {value} (T2V), {x['n_text']} queries", x["t2v"])
+           for value, x in b["values"].items()]
+    for value, x in b["values"].items():
+        if x.get("beats"):
+            beaten = ", ".join(f"{other} {p:.1f}" for other, p in x["beats"].items())
+            out += [f"{value} scores above what shares its {b['within']}, % (chance 50): {beaten}"]
+    return out
 
 
 def compare_runs(folders, split, dsl=False):
@@ -499,7 +564,8 @@ def main(args):
     load_trainable(model, load_file(str(step / "model.safetensors")))
     say(f"{step.resolve().name} of {args.ckpt}, {cfg.model}, on {device}")
     result = evaluate(model, items, cfg, args.split, device, train.autocast_of(cfg, device),
-                      args.v2t, args.dsl_temperature if args.dsl else None, args.per_slot)
+                      args.v2t, args.dsl_temperature if args.dsl else None, args.per_slot,
+                      args.by, args.within)
     result["checkpoint"] = step.resolve().name
     result["trainable"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(table(result))

@@ -173,6 +173,7 @@ def test_annotations_are_text_as_written(tmp_path):
     items = data.load_annotations(path)
     assert [(i.id, i.video, i.captions) for i in items] == [
         ("007", "x/7.mp4", [odd, "b"]), ("1e5", "a.mp4", ["b"])]
+    assert [i.fields for i in items] == [{"extra": [1]}, {}]
 
 
 def test_paragraph_joins_stripped_in_order(tmp_path):

@@ -107,7 +107,7 @@ class PHAConfig:
 
 
 # --------------------------------------------------------------------------------------------------
-# Clustering: which of an item's tokens belong together. No gradient; `merge` below is differentiable
+# Clustering: which of an item's tokens belong together. No gradient; `merge` below has one
 
 @torch.no_grad()
 def dpc_knn(x, mask, M, K=3, order="score"):
@@ -158,12 +158,13 @@ def dpc_knn(x, mask, M, K=3, order="score"):
     to_center = far.gather(2, centers[:, None, :].expand(B, N, M))  # [B, N, M]
     assign = to_center.argmin(-1)  # the first of equals
     # a center is in its own cluster, also where an equal one comes first
-    assign = F.pad(assign, (0, 1)).scatter(1, centers, torch.arange(M, device=x.device).expand(B, M))
+    own = torch.arange(M, device=x.device).expand(B, M)
+    assign = F.pad(assign, (0, 1)).scatter(1, centers, own)
     return assign[:, :N].masked_fill(~mask, -1), centers
 
 
 def by_sklearn(fit):
-    """A clustering of one item's tokens [n, D] -> labels [n] (-1: outlier), as dpc_knn is called."""
+    """A clustering of one item's tokens [n, D] -> labels [n] (-1: outlier), called as dpc_knn is."""
     @torch.no_grad()
     def cluster(x, mask, M, K=3, order="score"):
         assign = torch.full(mask.shape, -1)
@@ -248,8 +249,8 @@ class Block(nn.Module):
             self.positions = nn.Parameter(0.01 * torch.randn(len(table), D, device=table.device))
         if init == "clip":
             if table.shape[1] != D or n_layers > len(given):
-                raise ValueError(f"PHA-Net: block_init 'clip' wants a CLIP whose text tower has the "
-                                 f"projection's width {D} and at least {n_layers} layers, this one "
+                raise ValueError(f"PHA-Net: block_init 'clip' wants a CLIP whose text tower has "
+                                 f"the projection's width {D} and at least {n_layers} layers, this one "
                                  f"has {table.shape[1]} and {len(given)}; use block_init='random'")
             for layer, start in zip(self.layers, given):
                 layer.load_state_dict(start.state_dict())
@@ -288,7 +289,7 @@ class CrossAttention(nn.Module):
 
 class TokenMerge(nn.Module):
     """
-    Fig. 2: N tokens and prototypes -> M tokens. Each modality has its own at each of the two stages.
+    Fig. 2: N tokens and prototypes -> M tokens. Each modality has its own at both stages.
 
     attention  prototype: the queries are the mean of the module's input prototypes (before the
                convolution), the keys the merged tokens. As all M queries are the same, one stands
@@ -437,8 +438,8 @@ class PHANet(nn.Module):
             if len(missing) == len(samples):
                 continue
             if missing:
-                raise ValueError(f"PHA-Net: {len(missing)} of {len(samples)} samples have no {key}, "
-                                 f"the first is {missing[0]!r}; a batch has it for all or none")
+                raise ValueError(f"PHA-Net: {len(missing)} of {len(samples)} samples have no {key}, the "
+                                 f"first is {missing[0]!r}; a batch has it for all or none")
             batch[side] = make(values)
         return batch
 
@@ -566,7 +567,8 @@ class PHANet(nn.Module):
             order = torch.arange(len(text["G"]), device=text["G"].device)
         S = torch.empty(len(text["G" if "G" in text else "I"]),
                         len(video["G" if "G" in video else "I"]), device=order.device)
-        videos = [{k: v[j:j + BLOCK] for k, v in video.items()} for j in range(0, S.shape[1], BLOCK)]
+        videos = [{k: v[j:j + BLOCK] for k, v in video.items()}
+                  for j in range(0, S.shape[1], BLOCK)]
         for rows in order.split(BLOCK):
             t = self._trim({k: v[rows] for k, v in text.items()})
             S[rows] = torch.cat([sum(w * self.level_similarity(level, t, v)
@@ -632,7 +634,7 @@ class PHANet(nn.Module):
     def prototype_similarity(self, text, video):
         """
         S^P [P, P] (before Eq. 8): Eq. 3 along the batch, prototype i's outputs for B texts against
-        prototype j's for B videos. Choice: their weights are the individual level's, over the batch.
+        prototype j's for B videos. Choice: the individual level's weights, over the batch.
         """
         P = self.config.individual_prototypes
         sides = []

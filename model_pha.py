@@ -164,7 +164,7 @@ def dpc_knn(x, mask, M, K=3, order="score"):
 
 
 def by_sklearn(fit):
-    """A clustering of one item's tokens [n, D] -> labels [n] (-1: outlier), called as dpc_knn is."""
+    """From a clustering of one item's tokens [n, D] -> labels [n] (-1: outlier): like dpc_knn."""
     @torch.no_grad()
     def cluster(x, mask, M, K=3, order="score"):
         assign = torch.full(mask.shape, -1)
@@ -250,8 +250,8 @@ class Block(nn.Module):
         if init == "clip":
             if table.shape[1] != D or n_layers > len(given):
                 raise ValueError(f"PHA-Net: block_init 'clip' wants a CLIP whose text tower has "
-                                 f"the projection's width {D} and at least {n_layers} layers, this one "
-                                 f"has {table.shape[1]} and {len(given)}; use block_init='random'")
+                                 f"the projection's width {D} and at least {n_layers} layers, this "
+                                 f"one has {table.shape[1]} and {len(given)}; use block_init='random'")
             for layer, start in zip(self.layers, given):
                 layer.load_state_dict(start.state_dict())
             if positions:
@@ -438,8 +438,8 @@ class PHANet(nn.Module):
             if len(missing) == len(samples):
                 continue
             if missing:
-                raise ValueError(f"PHA-Net: {len(missing)} of {len(samples)} samples have no {key}, the "
-                                 f"first is {missing[0]!r}; a batch has it for all or none")
+                raise ValueError(f"PHA-Net: {len(missing)} of {len(samples)} samples have no "
+                                 f"{key}, the first is {missing[0]!r}; a batch has it for all or none")
             batch[side] = make(values)
         return batch
 

@@ -399,7 +399,7 @@ def test_same_video_mask_and_learned_sigma(tiny_clip):
     with pytest.raises(ValueError, match="needs the videos' ids"):
         model.loss(text, video)
     same, _ = model.loss(text, video, torch.zeros(5, dtype=torch.long))
-    apart, logs = model.loss(text, video, torch.arange(5))
+    apart, _ = model.loss(text, video, torch.arange(5))
     assert same.item() < 0.9 * apart.item()
     plain = make(tiny_clip, sigma=0.05)
     close(plain.loss(text, video)[0], apart)
@@ -953,8 +953,8 @@ def test_a_step_under_bf16_autocast_stays_near_fp32(tiny_clip):
         plain = model(batch)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             half = model(batch)
-    for a, b in zip(plain, half):
-        assert all(v.dtype == torch.float32 for v in b.values())
+    for features in half:
+        assert all(v.dtype == torch.float32 for v in features.values())
     close(model.level_similarity("I", *half), model.level_similarity("I", *plain), rtol=0,
           atol=0.05)
     with torch.autocast("cpu", dtype=torch.bfloat16):

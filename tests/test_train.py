@@ -299,7 +299,7 @@ def pha_samples(n):
 
 
 def pha_of_a_rank(path, data, file):
-    """Gradients of a plain and of a cached step, and an evaluation, whose batches the ranks share."""
+    """Gradients of a plain and of a cached step, and an evaluation: on W ranks or on one."""
     rank, world, device = train.init_distributed('cpu')
     results = {}
     for chunk_size in (0, 3):

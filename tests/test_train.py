@@ -37,6 +37,7 @@ from configurator import configure, read_settings
 from conftest import ROOT
 from data import StepSampler
 from model_mars import MARS, MARSConfig
+from model_pha import PHANet, PHAConfig
 
 TRAIN = str(ROOT / 'train.py')
 DROPOUT = 0.2
@@ -285,6 +286,67 @@ def test_two_processes_compute_the_gradient_of_one(tiny_qwen2vl, tmp_path):
                 assert_same_gradients(got[rank][again][1], want)
             for name in want:  # not one bit apart, or the ranks' weights would drift
                 assert torch.equal(got[0][again][1][name], got[1][again][1][name])
+
+
+def pha(path):
+    torch.manual_seed(0)
+    config = PHAConfig(backbone=path, block_layers=2, max_words=12, num_frames=2, sigma=0.1,
+                       learn_sigma=True, mask_same_video=True)
+    return PHANet(config, backbones.load(path, dtype=torch.float32))
+
+
+def pha_samples(n):
+    items = samples(n)
+    for s in items:
+        s.frames = s.frames[:2]
+    return items
+
+
+def pha_of_a_rank(path, data, file):
+    """Gradients of a plain and of a cached step, and an evaluation: on W ranks or on one."""
+    rank, world, device = train.init_distributed('cpu')
+    results = {}
+    for chunk_size in (0, 3):
+        model = pha(path)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False) \
+            if world > 1 else model
+        n = 8 // world
+        chunks, ids, _ = train.collate_chunks(pha_samples(8)[n * rank:n * rank + n], model.collate,
+                                              chunk_size)
+        step = train.plain_step if len(chunks) == 1 else train.cached_step
+        loss, _ = step(wrapped, chunks[0] if len(chunks) == 1 else chunks, ids,
+                       contextlib.nullcontext)
+        results[chunk_size] = loss.item(), take_gradients(model)
+    cfg = SimpleNamespace(video_root='', data=data, num_frames=2, sampler='uniform', frame_size=16,
+                          frame_cache='', on_bad_video='raise', num_workers=0, eval_batch_size=3)
+    items = evaluation.load_annotations(os.path.join(data, 'test.jsonl'))
+    results['metrics'] = evaluation.evaluate(pha(path), items, cfg, 'test', device)
+    torch.save(results, f'{file}.{rank}')
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def test_two_processes_train_and_evaluate_pha_as_one(tiny_clip, tiny_data, tmp_path):
+    file = str(tmp_path / 'two')
+    codes = launch(pha_of_a_rank, tiny_clip, tiny_data, file, world=2, output=tmp_path / 'output')
+    assert codes == [0, 0], Path(tmp_path, 'output.0').read_text()
+    two = [torch.load(f'{file}.{rank}') for rank in (0, 1)]
+    assert launch(pha_of_a_rank, tiny_clip, tiny_data, f'{file}.one',
+                  output=tmp_path / 'one') == [0], Path(tmp_path, 'one.0').read_text()
+    one = torch.load(f'{file}.one.0')
+    assert two[0]['metrics'] == two[1]['metrics'] == one['metrics']
+    assert one['metrics']['n_video'] == 10
+    for chunk_size in (0, 3):
+        loss, want = one[0]  # the cached step too is the plain one
+        total = sum(g.square().sum() for g in want.values()).sqrt()
+        assert want['clip.logit_scale'].abs() > 0
+        for rank in (0, 1):
+            got_loss, got = two[rank][chunk_size]
+            assert got_loss == pytest.approx(loss, rel=1e-5) and got.keys() == want.keys()
+            for name in want:
+                error = (got[name] - want[name]).norm()
+                assert error < 1e-5 * want[name].norm() + 1e-7 * total, name
+                assert torch.equal(got[name], two[0][chunk_size][1][name]), name
 
 
 # -----------------------------------------------------------------------------

@@ -164,21 +164,26 @@ def metrics(r):
     return out
 
 
-def both_directions(S_t2v, S_v2t, owner, protocol):
-    """Metrics from scores [Nt, Nv]; owner[i] is the video of text i."""
+def both_ranks(S_t2v, S_v2t, owner, protocol):
+    """Ranks of all queries from scores [Nt, Nv]: T2V [Nt], V2T [Nv]; owner[i]: video of text i."""
     owner = torch.as_tensor(owner)
     own = owner[:, None] == torch.arange(S_t2v.shape[1])           # [Nt, Nv]
     if own.shape != S_t2v.shape or S_t2v.shape != S_v2t.shape:
         raise ValueError(f"scores must be texts x videos, {tuple(own.shape)}, "
                          f"not {tuple(S_t2v.shape)} and {tuple(S_v2t.shape)}")
-    t2v = metrics(ranks(S_t2v, owner))
+    t2v = ranks(S_t2v, owner)
     if protocol == "best":
-        v2t = metrics(ranks(S_v2t.T, own.T))
-    else:                                  # group: G[i, j]: best caption of video i against video j
-        index = owner[:, None].expand_as(S_v2t)
-        G = torch.full((own.shape[1],) * 2, float("-inf"), dtype=S_v2t.dtype)
-        G = G.scatter_reduce(0, index, S_v2t, "amax")              # [Nv, Nv]
-        v2t = metrics(ranks(G.T, torch.arange(len(G))))
+        return t2v, ranks(S_v2t.T, own.T)
+    # group: G[i, j]: best caption of video i against video j
+    index = owner[:, None].expand_as(S_v2t)
+    G = torch.full((own.shape[1],) * 2, float("-inf"), dtype=S_v2t.dtype)
+    G = G.scatter_reduce(0, index, S_v2t, "amax")                  # [Nv, Nv]
+    return t2v, ranks(G.T, torch.arange(len(G)))
+
+
+def both_directions(S_t2v, S_v2t, owner, protocol):
+    """Metrics from scores [Nt, Nv]; owner[i] is the video of text i."""
+    t2v, v2t = (metrics(r) for r in both_ranks(S_t2v, S_v2t, owner, protocol))
     return {"t2v": t2v, "v2t": v2t, "SumR": t2v["RSum"] + v2t["RSum"]}
 
 

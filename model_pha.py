@@ -251,7 +251,8 @@ class Block(nn.Module):
             if table.shape[1] != D or n_layers > len(given):
                 raise ValueError(f"PHA-Net: block_init 'clip' wants a CLIP whose text tower has "
                                  f"the projection's width {D} and at least {n_layers} layers, this "
-                                 f"one has {table.shape[1]} and {len(given)}; use block_init='random'")
+                                 f"one has {table.shape[1]} and {len(given)}; use "
+                                 "block_init='random'")
             for layer, start in zip(self.layers, given):
                 layer.load_state_dict(start.state_dict())
             if positions:
@@ -439,7 +440,8 @@ class PHANet(nn.Module):
                 continue
             if missing:
                 raise ValueError(f"PHA-Net: {len(missing)} of {len(samples)} samples have no "
-                                 f"{key}, the first is {missing[0]!r}; a batch has it for all or none")
+                                 f"{key}, the first is {missing[0]!r}; a batch has it for all or "
+                                 "none")
             batch[side] = make(values)
         return batch
 

@@ -122,7 +122,8 @@ def literal_density(x, K):
     for i in range(n):
         # of equally dense ones the earlier counts as denser (HBI: noise decides)
         denser = [d[i][j] for j in range(n) if (rho[j], -j) > (rho[i], -i)]
-        # Eq. 6 has the largest distance to token i in the other case, HBI that of the whole sample
+        # the densest: Eq. 6 has its own largest distance, HBI the sample's. With HBI's it always is
+        # the first center, whatever that distance is
         delta.append(min(denser) if denser else max(map(max, d)))
     return d, rho, delta
 

@@ -394,7 +394,9 @@ def draw_cmc(runs, args):
             ax.set_ylabel("queries of rank K or better (%)")
         ax.grid(color="0.9", linewidth=0.5)
         ax.spines[["top", "right"]].set_visible(False)
-        ax.legend(loc="best", framealpha=0.8, edgecolor="0.9")
+        bottom, top = ax.get_ylim()
+        free = min(line.get_ydata()[n // 3] for line in ax.lines) > (bottom + top) / 2
+        ax.legend(loc="lower right" if free else "best", framealpha=0.8, edgecolor="0.9")
     return fig
 
 

@@ -349,7 +349,7 @@ def draw_attention(run, args):
 def heat_map(fig, x, y, w, h, map_, names, what):
     A, share = map_
     ax = box(fig, x, y, w, h)
-    image = ax.imshow(A, cmap="Blues", vmin=0, vmax=A.max().item(), aspect="auto")
+    image = ax.imshow(A.numpy(), cmap="Blues", vmin=0, vmax=A.max().item(), aspect="auto")
     slant = dict(rotation=40, ha="right", rotation_mode="anchor") if what == "words" else {}
     ax.set_xticks(range(len(names)), [str(n)[:16] for n in names], **slant)
     ax.set_yticks(range(len(A)), [f"{p + 1} ({s:.0%})" for p, s in enumerate(share.tolist())])
@@ -383,7 +383,7 @@ def draw_cmc(runs, args):
         ax.set_title(head, loc="left")
         n = min(args.max_rank, n_text if key == "v2t" and args.v2t == "best" else n_video)
         for run, name, (color, line) in zip(runs, names, cycle(LINES)):
-            curve = cmc(getattr(run, key), n)
+            curve = cmc(getattr(run, key), n).numpy()
             ax.plot(range(1, n + 1), curve, color=color, linestyle=line, linewidth=1.4,
                     label=f"{name}{run.note}, R@1 {curve[0]:.1f}")
         ax.set_xlim(1, max(n, 2))
@@ -394,7 +394,9 @@ def draw_cmc(runs, args):
             ax.set_ylabel("queries of rank K or better (%)")
         ax.grid(color="0.9", linewidth=0.5)
         ax.spines[["top", "right"]].set_visible(False)
-        ax.legend(loc="best", framealpha=0.8, edgecolor="0.9")
+        bottom, top = ax.get_ylim()
+        free = min(line.get_ydata()[n // 3] for line in ax.lines) > (bottom + top) / 2
+        ax.legend(loc="lower right" if free else "best", framealpha=0.8, edgecolor="0.9")
     return fig
 
 
@@ -415,7 +417,8 @@ def draw_tsne(runs, args):
     fig = page(0.65 + lines * (side + 0.4))
     pairs = min(args.tsne_pairs, len(runs[0].items))
     write(fig, 0.1, 0.08, "t-SNE of the tokens of matching captions and clips, "
-          f"split {args.split}: {pairs} of {len(runs[0].items)} pairs, seed {args.seed}", weight="bold")
+          f"split {args.split}: {pairs} of {len(runs[0].items)} pairs, seed {args.seed}",
+          weight="bold")
     for i, run in enumerate(runs):
         write(fig, 0.35 + i * (side + gap), 0.26, f"{run.name} ({run.step}{run.note})\n"
               f"prototypes: {run.prototypes[0]} individual, {run.prototypes[1]} local",
@@ -515,7 +518,7 @@ def clips_found(run, args, blocks, head):
     for b in blocks:
         b.lines = lines_of(run.captions[b.q], 56)
         b.frames = [thumbs(run, g, args.frames_shown) for g, _, _ in b.shown]
-    w = 2.95
+    w = 2.8
     h = min(0.75, max(w / args.frames_shown * f.shape[1] / f.shape[2] for b in blocks
                       for f in b.frames))
     tall = [0.13 * len(b.lines) + 0.22 + (h + 0.08) * len(b.shown) for b in blocks]
@@ -527,7 +530,7 @@ def clips_found(run, args, blocks, head):
         y += 0.19
         for place, frames in enumerate(b.frames):
             badge(fig, x, y + h / 2 - 0.12, place, args, b)
-            strip(fig, x + 0.45, y, w, h, frames, GREEN if b.shown[place][2] else None)
+            strip(fig, x + 0.6, y, w, h, frames, GREEN if b.shown[place][2] else None)
             y += h + 0.08
     return two_columns(blocks, tall, draw, head)
 
@@ -536,22 +539,22 @@ def captions_found(run, args, blocks, head):
     """Video to text: the clip, then a caption per line."""
     for b in blocks:
         b.frames = thumbs(run, b.q, args.frames_shown)
-        b.lines = [lines_of(run.captions[g], 50) for g, _, _ in b.shown]
-    w = 2.95
+        b.lines = [lines_of(run.captions[g], 47) for g, _, _ in b.shown]
+    w = 2.8
     h = min(0.75, max(w / args.frames_shown * b.frames.shape[1] / b.frames.shape[2]
                       for b in blocks))
     tall = [h + 0.24 + sum(max(0.13 * len(c), 0.25) + 0.06 for c in b.lines) for b in blocks]
 
     def draw(fig, x, y, b):
         write(fig, x, y + h / 2, "query", va="center")
-        strip(fig, x + 0.45, y, w, h, b.frames)
+        strip(fig, x + 0.6, y, w, h, b.frames)
         y += h + 0.04
-        write(fig, x + 0.45, y, f"{run.items[run.kept[b.q]].id}, ground truth: rank {b.rank:g}",
+        write(fig, x + 0.6, y, f"{run.items[run.kept[b.q]].id}, ground truth: rank {b.rank:g}",
               color="0.3")
         y += 0.2
         for place, lines in enumerate(b.lines):
             style = badge(fig, x, y, place, args, b)
-            write(fig, x + 0.45, y, "\n".join(lines), linespacing=1.25, **style)
+            write(fig, x + 0.6, y, "\n".join(lines), linespacing=1.25, **style)
             y += max(0.13 * len(lines), 0.25) + 0.06
     return two_columns(blocks, tall, draw, head)
 
@@ -559,9 +562,9 @@ def captions_found(run, args, blocks, head):
 def two_columns(blocks, tall, draw, head):
     """Blocks of `tall` inches, two beside each other: draw(fig, x, y, block)."""
     lines = [tall[i:i + 2] for i in range(0, len(tall), 2)]
-    gap, top = 0.2, 0.3 + 0.13 * len(lines_of(head, 120))
+    gap, top = 0.2, 0.3 + 0.13 * len(lines_of(head, 105))
     fig = page(top + sum(max(t) + gap for t in lines))
-    write(fig, 0.1, 0.08, "\n".join(lines_of(head, 120)), weight="bold", linespacing=1.25)
+    write(fig, 0.1, 0.08, "\n".join(lines_of(head, 105)), weight="bold", linespacing=1.25)
     y = top
     for n, line in enumerate(lines):
         for side, b in enumerate(blocks[2 * n:2 * n + 2]):

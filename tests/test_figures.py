@@ -1,6 +1,6 @@
 """
 The pictures' numbers against literal versions and eval.py; the files appear, errors are one line.
-CPU, on a PHA-Net of random weights over the demo's tiny CLIP.
+CPU, about 10 s, on a PHA-Net whose head is random, over the demo's tiny CLIP.
 
 python -m pytest tests/test_figures.py -v
 """
@@ -67,17 +67,18 @@ def model(tiny_data):
 
 def wrote(folder):
     files = {f.name: f.read_bytes() for f in Path(folder, "figures").iterdir()}
-    assert all(content.startswith(PNG) and len(content) > 5000 for content in files.values())
+    assert all(content.startswith(PNG) and len(content) > 2000 for content in files.values())
     return set(files)
 
 
-def test_all_pictures_of_a_run_and_of_two(runs, capsys):
+def test_all_pictures_of_a_run_and_of_two(runs, capsys, monkeypatch):
+    monkeypatch.setitem(figures.matplotlib.rcParams, "savefig.dpi", 40)  # quick, not pretty
     pha, bare, mean = runs
-    figures.main(settings(ckpt=pha, compare=bare, tsne_pairs=6, samples=3))
+    figures.main(settings(ckpt=pha, compare=bare, tsne_pairs=4, samples=2))
     examples = {"examples_t2v_test.png", "examples_v2t_test.png"}
     assert wrote(pha) == {"attention_test.png", "cmc_test.png", "tsne_test.png", *examples}
     # a model without prototypes and tokens says what it skips
-    figures.main(settings(ckpt=mean, max_rank=5, ids="test3,test1"))
+    figures.main(settings(ckpt=mean, max_rank=5, ids="test3"))
     assert wrote(mean) == {"cmc_test.png", *examples}
     said = capsys.readouterr().out
     assert "attention of" in said and "tsne of" in said and "skipped: PHANet has no" in said
@@ -135,7 +136,8 @@ def test_word_pieces_are_readable(model):
            tok.eos_token_id]
     pieces = figures.word_pieces(tok, ids)
     assert pieces[:3] == ["[start]", "a", "red"] and pieces[-1] == "[end]"
-    assert "".join(p[:-1] if p[-1] == "-" else p + " " for p in pieces[1:-1]) == "a red zebra , $ 5 "
+    joined = "".join(p[:-1] if p[-1] == "-" else p + " " for p in pieces[1:-1])
+    assert joined == "a red zebra , $ 5 "
 
 
 def test_mixing_of_apart_and_of_equal_clouds():

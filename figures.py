@@ -41,7 +41,6 @@ video_prompt: str | None = None    # the same
 paragraph: bool | None = None      # the same: a video's captions joined to one
 backbone: str | None = None        # where the backbone is now, if it has moved
 # end of settings
-import sys
 if __name__ == "__main__":         # before torch is imported, so that --help is instant
     from configurator import configure
     args = configure(__file__)
@@ -226,14 +225,16 @@ def gather(args, wanted, explicit):
 
     how = dict(device=device, autocast=train.autocast_of(cfg, device))
     if run.has & {"cmc", "examples"}:
-        text, row, run.owner, video, run.kept, _ = evaluation.encode_split(model, items, cfg, **how)
+        text, row, run.owner, video, run.kept, _ = evaluation.encode_split(
+            model, items, cfg, args.split, **how)
         run.S = evaluation.similarity(model.similarity, text, video, device=device)[row]  # [Nt, Nv]
         run.captions = [c for v in run.kept for c in items[v].captions]                   # [Nt]
         run.t2v, run.v2t = evaluation.both_ranks(run.S, run.S, run.owner, args.v2t)
     if "tsne" in run.has:
         chosen = [items[i] for i in choose(range(len(items)), args.tsne_pairs, args.seed)]
         pairs = [Item(item.id, item.video, item.captions[:1]) for item in chosen]
-        text, row, _, video, _, _ = evaluation.encode_split(model, pairs, cfg, **how)
+        text, row, _, video, _, _ = evaluation.encode_split(
+            model, pairs, cfg, args.split, **how)
         run.tokens = level_tokens(model, text, video, row)
         run.prototypes = (model.config.individual_prototypes, model.config.local_prototypes)
     if "attention" in run.has:

@@ -189,7 +189,8 @@ def build_model(cfg, device):
     torch.manual_seed(cfg.seed)  # the same start on every rank
     # a frozen backbone may be in bf16, one that is trained says otherwise
     dtype = getattr(model_class, 'backbone_dtype', torch_dtype(cfg, device))
-    backbone = backbones.load(config.backbone, getattr(config, 'max_pixels', 0), dtype=dtype)
+    max_pixels = config.max_pixels if hasattr(config, 'max_pixels') else 0
+    backbone = backbones.load(config.backbone, max_pixels, dtype=dtype)
     return model_class(config, backbone).to(device)
 
 

@@ -928,7 +928,8 @@ def test_lr_by_hand():
 
 def test_optimizer_groups(tiny_qwen2vl):
     model = mars(tiny_qwen2vl)
-    cfg = SimpleNamespace(weight_decay=0.05, learning_rate=1e-3, beta1=0.9, beta2=0.95)
+    cfg = SimpleNamespace(weight_decay=0.05, learning_rate=1e-3, beta1=0.9, beta2=0.95,
+                          adam_eps=1e-8)
     optimizer = train.make_optimizer(model, cfg, torch.device('cpu'))
     names = {id(p): n for n, p in model.named_parameters()}
     groups = {g['weight_decay']: [names[id(p)] for p in g['params']]

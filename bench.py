@@ -11,7 +11,7 @@ the same sum over the CPU allocator's events. A bench is one function -> dict; t
 """
 # settings
 only = ''               # names of benches, with commas between; empty: all of them
-rounds = 5              # times that each variant is measured (grad_cache: train_rounds)
+rounds = 5              # times that each variant is measured
 json = ''               # also write the JSON lines to this file
 device = 'auto'         # cuda or cpu; auto: a GPU if there is one
 dtype = 'auto'          # autocast and frozen weights: bfloat16, float32; auto: bfloat16 on a GPU
@@ -24,10 +24,11 @@ batch = 4               # encode: videos per forward
 demo_batch = 32         # encode: the same for the demo's backbone, which is far smaller
 train_batch = 8         # grad_cache: pairs of the global batch
 train_frames = 2        # grad_cache: frames per video; few, because a step is several passes
-train_rounds = 3        # grad_cache: rounds
+train_rounds = 3        # grad_cache, matching: rounds
 chunks = (4, 1)         # grad_cache: chunk sizes
 data = 'data/demo'      # loader: its val.jsonl and videos/; backbones/tiny-qwen2-vl for encode
 clips = 50              # loader: how many of them
+pairs = 1000            # matching: texts and videos
 # end of settings
 
 if __name__ == '__main__':  # before torch is imported, so that --help and typos answer at once
@@ -47,13 +48,16 @@ from statistics import median
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
 
 import backbones
 import data as datalib
+import eval as evaluation
 import train
 from checkpoint import describe
 from model_mars import MARS, MARSConfig
+from model_pha import PHAConfig, PHANet, dpc_knn, merge
 
 GOAL = 1.10  # encoding may cost 10% more than the bare backbone, in time and in memory
 MIB = 2 ** 20
@@ -314,7 +318,124 @@ def loader(cfg, device):
     return {'cases': [{'case': case, 'rows': rows}]}
 
 
-BENCHES = {'encode': encode, 'grad_cache': grad_cache, 'loader': loader}
+def pha_model(device):
+    """A PHA-Net of the paper's width on a CLIP of few layers: its matching and merging are real."""
+    text = dict(num_hidden_layers=4, vocab_size=100, bos_token_id=98, eos_token_id=99)
+    vision = dict(num_hidden_layers=1, hidden_size=64, intermediate_size=64, num_attention_heads=1)
+    torch.manual_seed(0)
+    clip = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
+    return PHANet(PHAConfig(), backbones.DualEncoder('clip', 'random', clip, None, None, (0.5,) * 3,
+                                                     (0.5,) * 3)).to(device).eval()
+
+
+def pha_tokens(n, N, P, least, device, D=512):
+    """n items of least..N valid tokens and P prototypes: x [n, N + P, D], mask."""
+    rng = torch.Generator().manual_seed(N)
+    words = torch.randint(least, min(N, 17) + 1, (n,), generator=rng)
+    mask = (torch.arange(N) < words[:, None]) | (least == N)  # [n, N]
+    mask = F.pad(mask, (0, P), value=True)
+    return torch.randn(n, N + P, D, generator=rng).to(device), mask.to(device)
+
+
+@torch.no_grad()
+def matching(cfg, device):
+    """Scores of cfg.pairs texts x videos: PHANet.similarity against Eq. 3 pair by pair."""
+    model, n = pha_model(device), cfg.pairs
+    sides = []
+    for side, N, least in (('text', 32, 6), ('video', 12, 12)):
+        features = {}
+        for level, size, P, low in (('I', N, 3, least), ('L', 6, 1, 6)):
+            x, mask = pha_tokens(n, size, P, low, device)
+            features |= model._level(level, side, x * mask[..., None], mask)[0]
+        features['G'] = F.normalize(features['L'][:, 0], dim=-1)
+        sides.append(features)
+
+    def ours(levels):
+        def run():
+            model.levels = levels
+            return evaluation.similarity(model.similarity, *sides, device=device)
+        return run
+
+    def textbook(chunk):
+        # the field's usual way: all token products of a chunk of pairs at once, as an einsum, with
+        # features normalised and weighted anew for every pair of chunks
+        def run():
+            rows = []
+            for t in chunked(sides[0], chunk):
+                row = []
+                for v in chunked(sides[1], chunk):
+                    x, y = F.normalize(t['I'], dim=-1), F.normalize(v['I'], dim=-1)
+                    X = torch.einsum('atd,bvd->abtv', x, y)
+                    X = torch.einsum('abtv,at->abtv', X, t['I_mask'])
+                    X = torch.einsum('abtv,bv->abtv', X, v['I_mask'])
+                    row.append((torch.einsum('abt,at->ab', X.max(-1).values, t['I_gamma'])
+                                + torch.einsum('abv,bv->ab', X.max(-2).values, v['I_gamma'])) / 2)
+                rows.append(torch.cat(row, 1))
+            return torch.cat(rows)
+        return run
+
+    def chunked(features, size):
+        return ({k: x[i:i + size] for k, x in features.items()} for i in range(0, n, size))
+
+    every, individual = dict(model.levels), {'I': 1.0}
+    gap = (ours(individual)() - textbook(32)().cpu()).abs().max().item()
+    if gap > 1e-5:
+        raise ValueError(f"matching: the two ways differ by {gap}; run tests/test_model_pha.py")
+    variants = {'level I, textbook, chunks of 32': textbook(32),
+                'level I, textbook, chunks of 64': textbook(64),
+                'level I, PHANet.similarity': ours(individual),
+                'levels I L G, the same': ours(every)}
+    rows = compare(variants, cfg.train_rounds, device)
+    case = f"{n} texts of 6 to 17 words x {n} videos of 12 frames, D 512; largest gap {gap:.1e}"
+    show(f"matching: {case}", rows)
+    return {'cases': [{'case': case, 'rows': rows}]}
+
+
+@torch.no_grad()
+def clustering(cfg, device):
+    """DPC-KNN and the merge of 128 items, against the same by cdist, where and index_add."""
+    def textbook(x, mask, score, M, k=3):
+        B, N, D = x.shape
+        d = torch.cdist(x, x) / D ** 0.5
+        d = torch.where(mask[:, None, :], d, d.max() + 1)
+        rho = (-(d.topk(k, largest=False).values ** 2).mean(-1)).exp() * mask
+        denser = (rho[:, None, :] > rho[:, :, None]).to(d.dtype)
+        delta = (d * denser + d.flatten(1).max(1).values[:, None, None] * (1 - denser)).min(-1)[0]
+        centers = (rho * delta).topk(M).indices
+        to_center = d[torch.arange(B, device=x.device)[:, None], centers]  # [B, M, N]
+        assign = to_center.argmin(1)
+        batch = torch.arange(B, device=x.device)[:, None]
+        assign[batch.expand(B, M).reshape(-1), centers.reshape(-1)] = \
+            torch.arange(M, device=x.device).repeat(B)
+        flat = (assign + batch * M).reshape(-1)
+        w = (score.exp() * mask)[..., None]
+        total = x.new_zeros(B * M, 1).index_add(0, flat, w.reshape(B * N, 1)) + 1e-6
+        part = w / total[flat].view(B, N, 1)
+        return x.new_zeros(B * M, D).index_add(0, flat, (x * part).reshape(B * N, D)).view(B, M, D)
+
+    def ours(x, mask, score, M):
+        assign, _ = dpc_knn(x, mask, M)
+        return merge(x, score.masked_fill(~mask, -torch.inf), assign, M)[0]
+
+    cases = []
+    for title, N, P, least, M in (('text, 35 tokens to 6', 32, 3, 6, 6),
+                                  ('video, 15 tokens to 6', 12, 3, 12, 6)):
+        x, mask = pha_tokens(128, N, P, least, device)
+        x = F.layer_norm(x, x.shape[-1:])
+        score = torch.randn(x.shape[:2], device=device)
+        a, b = ours(x, mask, score, M), textbook(x, mask, score, M)
+        same = (a.sum(1) - b.sum(1)).abs().amax(1) < 1e-2  # the order of clusters may differ
+        if same.float().mean() < 0.99:
+            raise ValueError(f"clustering: the two ways agree on {same.sum()} of 128 items only")
+        rows = compare({'cdist, where, index_add': partial(textbook, x, mask, score, M),
+                        'dpc_knn + merge': partial(ours, x, mask, score, M)}, cfg.rounds, device)
+        show(f"clustering: batch 128, {title}", rows)
+        cases.append({'case': title, 'rows': rows})
+    return {'cases': cases}
+
+
+BENCHES = {'encode': encode, 'grad_cache': grad_cache, 'loader': loader, 'matching': matching,
+           'clustering': clustering}
 
 # -----------------------------------------------------------------------------
 # the run
@@ -325,7 +446,7 @@ def main(cfg):
     if unknown:
         raise ValueError(f"only: there is no bench '{unknown[0]}'; there are {', '.join(BENCHES)}")
     for key in ('rounds', 'train_rounds', 'batch', 'demo_batch', 'num_frames', 'train_frames',
-                'clips', 'layers'):
+                'clips', 'layers', 'pairs'):
         if getattr(cfg, key) < 1:
             raise ValueError(f"{key} is {getattr(cfg, key)}, the least is 1")
     if cfg.train_batch < 2 or cfg.hidden % 32 or cfg.hidden < 32 or min(cfg.chunks, default=1) < 1:

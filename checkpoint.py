@@ -97,7 +97,7 @@ def save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best):
 
 
 def trainable_state(model):
-    """{name: tensor} of every trained parameter and nothing frozen: what model.safetensors holds."""
+    """{name: tensor} of every trained parameter, nothing frozen: what model.safetensors holds."""
     return {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
 
 

@@ -158,7 +158,7 @@ def hard_negative(S_m, delta=0.04, S=None, mask=None):
 
 
 def prototype_contrast(S_P, scale):
-    """S_P [P, P], text prototype i against video prototype j; scale = 1 / sigma. Eq. 8: by rows."""
+    """S_P [P, P]: text prototype i, video prototype j; scale = 1 / sigma. Eq. 8 has rows only."""
     target = torch.arange(len(S_P), device=S_P.device)
     return F.cross_entropy(scale * S_P.float(), target)
 
@@ -169,9 +169,9 @@ def self_distillation(S, direction="paper", reduction="batchmean", detach=False,
 
     S            {level: [B, B]}, from the lowest level to the highest; one level alone gives 0
     direction    paper: KL(upper || lower), Eq. 12 | hbi: KL(lower || upper), as HBI's code
-    reduction    batchmean: mean over the B queries (Eq. 12's E) | mean: HBI's, over all B^2 entries
+    reduction    batchmean: mean over B queries (Eq. 12's E) | mean: HBI's, over B^2 entries
     detach       the first argument of KL is a constant
-    temperature  of the softmax over raw cosines. Eq. 10 has none: near-uniform rows, tiny gradient
+    temperature  of the softmax over raw cosines. Eq. 10 has none: flat rows, little gradient
     """
     S = {level: s.float() / temperature for level, s in S.items()}
     levels = list(S)

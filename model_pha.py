@@ -107,7 +107,7 @@ class PHAConfig:
 
 
 # --------------------------------------------------------------------------------------------------
-# Clustering: which of an item's tokens belong together. No gradient; `merge` below has one
+# Clustering: which of an item's tokens belong together, without gradient. `merge` below has one
 
 @torch.no_grad()
 def dpc_knn(x, mask, M, K=3, order="score"):
@@ -122,12 +122,12 @@ def dpc_knn(x, mask, M, K=3, order="score"):
     B, N, D = x.shape
     with fp32(x):
         x = x.float()
-        square = x.square().sum(-1)  # [B, N]
-        total = square[:, :, None] + square[:, None, :]  # [B, N, N]
-        d2 = total - 2 * x @ x.mT
-        # rounding must not part what is equal, above all a token and itself
-        d2 = d2.masked_fill(d2 < 1e-6 * total, 0.0) / D
-        d2 = torch.minimum(d2, d2.mT)  # nor i to j and j to i: mutual neighbours may well be a tie
+        G = x @ x.mT  # [B, N, N]
+    square = G.diagonal(dim1=1, dim2=2)  # [B, N], so that a token is at distance 0 from itself
+    total = square[:, :, None] + square[:, None, :]
+    d2 = total - (G + G.mT)  # i to j is j to i to the last bit: mutual neighbours may be a tie
+    # rounding must not part what is equal
+    d2 = d2.masked_fill(d2 < 1e-6 * total, 0.0) / D
     # Choice: Eq. 5-6 have plain squared distances; HBI's code scales them by 1/D, as its exp(-d^2)
     # would be 0 otherwise, and its delta is not squared
     d = d2.sqrt()  # [B, N, N]
@@ -158,13 +158,13 @@ def dpc_knn(x, mask, M, K=3, order="score"):
     to_center = far.gather(2, centers[:, None, :].expand(B, N, M))  # [B, N, M]
     assign = to_center.argmin(-1)  # the first of equals
     # a center is in its own cluster, also where an equal one comes first
-    own = torch.arange(M, device=x.device).expand(B, M)
-    assign = F.pad(assign, (0, 1)).scatter(1, centers, own)
+    number = torch.arange(M, device=x.device).expand(B, M)
+    assign = F.pad(assign, (0, 1)).scatter(1, centers, number)
     return assign[:, :N].masked_fill(~mask, -1), centers
 
 
 def by_sklearn(fit):
-    """From a clustering of one item's tokens [n, D] -> labels [n] (-1: outlier): like dpc_knn."""
+    """fit: one item's tokens [n, D] -> labels [n] (-1: outlier); called as dpc_knn is."""
     @torch.no_grad()
     def cluster(x, mask, M, K=3, order="score"):
         assign = torch.full(mask.shape, -1)
@@ -249,10 +249,9 @@ class Block(nn.Module):
             self.positions = nn.Parameter(0.01 * torch.randn(len(table), D, device=table.device))
         if init == "clip":
             if table.shape[1] != D or n_layers > len(given):
-                raise ValueError(f"PHA-Net: block_init 'clip' wants a CLIP whose text tower has "
-                                 f"the projection's width {D} and at least {n_layers} layers, this "
-                                 f"one has {table.shape[1]} and {len(given)}; use "
-                                 "block_init='random'")
+                raise ValueError("PHA-Net: block_init 'clip' wants a text tower as wide as the "
+                                 f"projection, {D}, and at least {n_layers} layers; this one has "
+                                 f"{table.shape[1]} and {len(given)}; use block_init='random'")
             for layer, start in zip(self.layers, given):
                 layer.load_state_dict(start.state_dict())
             if positions:
@@ -290,7 +289,7 @@ class CrossAttention(nn.Module):
 
 class TokenMerge(nn.Module):
     """
-    Fig. 2: N tokens and prototypes -> M tokens. Each modality has its own at both stages.
+    Fig. 2: N tokens and prototypes -> M tokens. Each modality has its own at each of two stages.
 
     attention  prototype: the queries are the mean of the module's input prototypes (before the
                convolution), the keys the merged tokens. As all M queries are the same, one stands
@@ -439,9 +438,8 @@ class PHANet(nn.Module):
             if len(missing) == len(samples):
                 continue
             if missing:
-                raise ValueError(f"PHA-Net: {len(missing)} of {len(samples)} samples have no "
-                                 f"{key}, the first is {missing[0]!r}; a batch has it for all or "
-                                 "none")
+                raise ValueError(f"PHA-Net: {len(missing)} of {len(samples)} samples have no {key},"
+                                 f" the first is {missing[0]!r}; a batch has it for all or none")
             batch[side] = make(values)
         return batch
 
@@ -585,8 +583,7 @@ class PHANet(nn.Module):
             return text
         P = self.config.individual_prototypes
         N = text["I"].shape[1] - P
-        n = int(text["I_mask"].sum(1).max()) - P  # the block's longest text
-        n = min(N, -(-(n + 1) // 8) * 8)
+        n = min(N, int(text["I_mask"].sum(1).max()) - P + 1)  # the block's longest text, and one
         keep = [*range(N, N + P), *range(n)]
         return text | {k: text[k][:, keep] for k in ("I", "I_gamma", "I_mask")}
 
@@ -636,7 +633,7 @@ class PHANet(nn.Module):
     def prototype_similarity(self, text, video):
         """
         S^P [P, P] (before Eq. 8): Eq. 3 along the batch, prototype i's outputs for B texts against
-        prototype j's for B videos. Choice: the individual level's weights, over the batch.
+        prototype j's for B videos. Choice: weights from the individual level's MLPs.
         """
         P = self.config.individual_prototypes
         sides = []

@@ -267,6 +267,7 @@ VARIANTS = {
                                          merge_conv=False),
     "few phrases, one prototype": dict(num_phrases=3, num_clips=4, individual_prototypes=1,
                                        local_prototypes=2, knn=2),
+    "fewer tokens than phrases": dict(individual_prototypes=1, num_phrases=8),
     "no prototypes": dict(individual_prototypes=0, local_prototypes=0),
     "nothing shared": dict(share_individual_prototypes=False, share_local_prototypes=False,
                            share_individual_block=False, share_local_block=False),
@@ -1160,7 +1161,7 @@ def test_gradient_cache_is_the_plain_gradient(tiny_clip, chunk_size, settings):
     (dict(num_phrases=40), "num_phrases 40 and 1 prototypes need more"),
     (dict(num_clips=40), "num_clips 40 and 1 prototypes need more"),
     (dict(levels="mean", max_words=41), "max_words is 41, this CLIP has positions for 40"),
-    (dict(block_layers=3), "at least 3 layers, this one has 32 and 2; use block_init='random'"),
+    (dict(block_layers=3), "at least 3 layers; this one has 32 and 2; use block_init='random'"),
 ])
 def test_a_bad_setting_is_one_clear_error(tiny_clip, settings, says):
     with pytest.raises(ValueError) as e:
@@ -1178,7 +1179,7 @@ def test_a_backbone_that_is_no_clip_or_of_an_odd_width_is_refused(tiny_clip):
                                            num_hidden_layers=1, num_attention_heads=4,
                                            image_size=16, patch_size=8), projection_dim=24)
     backbone = SimpleNamespace(family="clip", path="", model=CLIPModel(config), tokenizer=None)
-    with pytest.raises(ValueError, match="projection's width 24.*use block_init='random'"):
+    with pytest.raises(ValueError, match="projection, 24, .*use block_init='random'"):
         PHANet(PHAConfig(**SMALL), backbone)
     model = PHANet(PHAConfig(**SMALL, block_init="random"), backbone)  # another width is fine
     x, mask = model.head["merge_L"]["text"](rand(2, 9, 24), torch.ones(2, 9, dtype=torch.bool), 3)

@@ -267,6 +267,7 @@ VARIANTS = {
                                          merge_conv=False),
     "few phrases, one prototype": dict(num_phrases=3, num_clips=4, individual_prototypes=1,
                                        local_prototypes=2, knn=2),
+    "fewer tokens than phrases": dict(individual_prototypes=1, num_phrases=8),
     "no prototypes": dict(individual_prototypes=0, local_prototypes=0),
     "nothing shared": dict(share_individual_prototypes=False, share_local_prototypes=False,
                            share_individual_block=False, share_local_block=False),
@@ -1178,7 +1179,7 @@ def test_a_backbone_that_is_no_clip_or_of_an_odd_width_is_refused(tiny_clip):
                                            num_hidden_layers=1, num_attention_heads=4,
                                            image_size=16, patch_size=8), projection_dim=24)
     backbone = SimpleNamespace(family="clip", path="", model=CLIPModel(config), tokenizer=None)
-    with pytest.raises(ValueError, match="as wide as the projection, 24.*use block_init='random'"):
+    with pytest.raises(ValueError, match="projection, 24, .*use block_init='random'"):
         PHANet(PHAConfig(**SMALL), backbone)
     model = PHANet(PHAConfig(**SMALL, block_init="random"), backbone)  # another width is fine
     x, mask = model.head["merge_L"]["text"](rand(2, 9, 24), torch.ones(2, 9, dtype=torch.bool), 3)

@@ -17,7 +17,7 @@ out_dir = 'out/ablate'   # the runs' folders, their logs, and <tables>.json with
 split = 'test'           # the split of the tables; `best` is picked on the val split, as ever
 only = ''                # run only the settings with this text in their name: cluster, default
 show = False             # run nothing, print what is finished
-config = ''              # what the rows change, such as config/pha_msrvtt.py; empty: the tables' own
+config = ''              # what the rows change, say config/pha_msrvtt.py; empty: the tables' own
 change = ''              # settings of every run, as in 'epochs=1 batch_size=32'; empty and no
                          # config given: the tables' own
 launch = ''              # stands before the scripts: 'torchrun --standalone --nproc_per_node=4'

@@ -17,7 +17,7 @@ out_dir = 'out/ablate'   # the runs' folders, their logs, and <tables>.json with
 split = 'test'           # the split of the tables; `best` is picked on the val split, as ever
 only = ''                # run only the settings with this text in their name: cluster, default
 show = False             # run nothing, print what is finished
-config = ''              # what the rows change, such as config/pha_msrvtt.py; empty: the tables'
+config = ''              # what the rows change, say config/pha_msrvtt.py; empty: the tables' own
 change = ''              # settings of every run, as in 'epochs=1 batch_size=32'; empty and no
                          # config given: the tables' own
 launch = ''              # stands before the scripts: 'torchrun --standalone --nproc_per_node=4'
@@ -230,8 +230,9 @@ class Runner:
             for future in as_completed(futures):
                 folder = futures[future]
                 try:
-                    if future.result():
-                        tqdm.write(finished(folder))
+                    if not future.result():
+                        continue  # stopped
+                    tqdm.write(finished(folder))
                 except (ValueError, OSError) as e:
                     failures.append(f"{folder.name}: {e}")
                     tqdm.write(f"failed: {failures[-1]}", file=sys.stderr)
@@ -265,8 +266,9 @@ def spread(values, seeds):
 
 def paper_table(title, rows, results, seeds):
     """rows [(label, run, paper)], results {run: [result per seed]} -> lines, 100 columns."""
-    out = [title, f"{'':20}{'Text-to-Video':^33}{'Video-to-Text':^35}{'the paper,':>12}",
-           f"{'':20}" + ''.join(f"{k:>11}" for _, k in RECALLS) + f"{'MSR-VTT R@1':>14}"]
+    paper = ('the paper,', 'MSR-VTT R@1') if any(row[2] for row in rows) else ('', '')
+    out = [title, f"{'':20}{'Text-to-Video':^33}{'Video-to-Text':^33}{paper[0]:>14}",
+           f"{'':20}" + ''.join(f"{k:>11}" for _, k in RECALLS) + f"{paper[1]:>14}"]
     for label, run, paper in rows:
         cells = [spread([r[side][k] for r in results.get(run, [])], seeds) for side, k in RECALLS]
         out.append(f"{label:20}" + ''.join(f"{c:>11}" for c in cells)
@@ -360,7 +362,8 @@ def main(args):
     collect()
     todo = [key for key in places if key[0] in named and key not in found]
     print(f"{args.tables}: {len(runs)} settings x {args.seeds} seeds, each is {spec['config']} "
-          f"{spec['change']}\n{len(todo)} runs to do, {args.jobs} at a time; {out}/<run>.log")
+          f"{spec['change']}\n{len(todo)} runs to do, {args.jobs} at a time; {out}/<run>.log",
+          flush=True)
     failures = []
     if todo and not args.show:
         for key in todo:

@@ -85,7 +85,7 @@ def find(data, patterns, what):
         raise FileNotFoundError(f"data {data!r} is neither a folder nor a file; set --data to "
                                 f"where {what} is")
     for pattern in patterns:
-        hits = sorted(glob.glob(os.path.join(glob.escape(data), pattern), recursive=True))
+        hits = sorted(glob.glob(os.path.join(glob.escape(data), pattern)))
         if hits:
             return hits
     raise FileNotFoundError(f"{os.path.abspath(data)} holds nothing of {what}; expected "

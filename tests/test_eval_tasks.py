@@ -159,7 +159,7 @@ def test_cirr_does_not_ask_about_the_reference():
     assert ET.rank_task(Colors(), task, features, row)[0].tolist() == [2, 6]
 
 
-def test_fashioniq_sums_both_orders_before_the_norm():
+def test_fashioniq_sums_both_orders():
     model = Colors(first=3.0)                      # so that the two orders are not the same
     (task,) = next(T.LOADERS["fashioniq"](cfg("fashioniq")))
     features, row, _ = ET.encode_entries(model, [task], cfg("fashioniq"))
@@ -257,6 +257,19 @@ def test_equal_items_are_encoded_once():
 
 # -----------------------------------------------------------------------------
 # ranks
+
+def test_parts_of_a_query_are_summed_before_the_norm():
+    parts = T.Entry("{caption}", "red red red"), T.Entry("{caption}", "green")
+    task = T.Task("x", [parts, (parts[0],) * 2], [parts[0]], [[0], [0]])
+    features, row, _ = ET.encode_entries(Colors(), [task], cfg("fashioniq"))
+    z = ET.take(features, [[row[e, True] for e in q] for q in task.queries])["z"]
+    torch.testing.assert_close(z, F.normalize(torch.tensor([[3., 1, 0], [6, 0, 0]]), dim=-1))
+    assert features["z"][row[parts[0], False]].tolist() == [1, 0, 0]    # a candidate has its norm
+    model = Colors()
+    model.encode_text = lambda inputs: inputs
+    with pytest.raises(ValueError, match="Colors.encode_text has no normalize=False"):
+        ET.encode_entries(model, [task], cfg("fashioniq"))
+
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_match_a_literal_loop(seed):

@@ -154,29 +154,33 @@ class MARS(nn.Module):
 
     def collate(self, samples):
         """Samples -> {"text": inputs, "video": inputs} on the CPU; a side nobody has is absent."""
-        batch = {"text": self._inputs(samples, "caption", self.config.text_prompt),
-                 "video": self._inputs(samples, "frames", self.config.video_prompt)}
-        return {side: inputs for side, inputs in batch.items() if inputs is not None}
+        sides = {"text": ("caption", self.config.text_prompt),
+                 "video": ("frames", self.config.video_prompt)}
+        return {side: self.collate_prompt(samples, prompt) for side, (key, prompt) in sides.items()
+                if any(getattr(s, key) is not None for s in samples)}
 
-    def _inputs(self, samples, key, prompt):
-        values = [getattr(s, key) for s in samples]
-        missing = [s.id for s, v in zip(samples, values) if v is None]
-        if len(missing) == len(samples):
-            return None
-        if missing:
-            raise ValueError(f"MARS: {len(missing)} of {len(samples)} samples have no {key}, "
-                             f"the first is {missing[0]!r}; a batch has it for all or none")
+    def collate_prompt(self, samples, prompt):
+        """Inputs of samples that share a prompt; what it names of <video> and {caption} is used."""
+        used = {"captions": "caption"} if "{caption}" in prompt else {}
+        used |= {"frames": "frames"} if "<video>" in prompt else {}
+        if not used:
+            raise ValueError(f"MARS: prompt {prompt!r} holds neither <video> nor {{caption}}")
+        for key in used.values():
+            missing = [s.id for s in samples if getattr(s, key) is None]
+            if missing:
+                raise ValueError(f"MARS: {len(missing)} of {len(samples)} samples have no {key}, "
+                                 f"the first is {missing[0]!r}; a batch has it for all or none")
 
-        def collate(values):
-            content = {"captions" if key == "caption" else "frames": values}
+        def collate(samples):
+            content = {key: [getattr(s, k) for s in samples] for key, k in used.items()}
             return self.backbone.collate(prompt, **content, n_append=self.config.num_slots,
                                          max_text_tokens=self.config.max_text_tokens)
         try:
-            return collate(values)
+            return collate(samples)
         except ValueError:
-            for s, v in zip(samples, values):  # whose fault is it?
+            for s in samples:  # whose fault is it?
                 try:
-                    collate([v])
+                    collate([s])
                 except ValueError as e:
                     raise ValueError(f"{s.id}: {e}") from None
             raise
@@ -222,21 +226,22 @@ class MARS(nn.Module):
             seen[-1] = norm(seen[-1])
         return torch.stack([norm(h) for h in seen] if mode == "all" else seen)
 
-    def fuse(self, h):
+    def fuse(self, h, normalize=True):
         """[N, B, M, D] -> unit slots [B, M, D], fp32 also under autocast."""
         with fp32(h):
             h = h.float()
             if self.w is None:
-                return F.normalize(h[-1], dim=-1)
-            alpha = F.softmax(self.w, dim=-1)  # [M, N], rows sum to 1, Eq. 1
-            z = torch.einsum("mn,nbmd->bmd", alpha, h)  # Eq. 2
-            return F.normalize(z, dim=-1)
+                z = h[-1]
+            else:
+                alpha = F.softmax(self.w, dim=-1)  # [M, N], rows sum to 1, Eq. 1
+                z = torch.einsum("mn,nbmd->bmd", alpha, h)  # Eq. 2
+            return F.normalize(z, dim=-1) if normalize else z
 
-    def encode_text(self, inputs):
-        return {"slots": self.fuse(self.states(inputs))}
+    def encode_text(self, inputs, normalize=True):
+        return {"slots": self.fuse(self.states(inputs), normalize)}
 
-    def encode_video(self, inputs):
-        return {"slots": self.fuse(self.states(inputs))}
+    def encode_video(self, inputs, normalize=True):
+        return {"slots": self.fuse(self.states(inputs), normalize)}
 
     def forward(self, batch):
         return self.encode_text(batch["text"]), self.encode_video(batch["video"])

@@ -117,7 +117,8 @@ def dpc_knn(x, mask, M, K=3, order="score"):
     x [B, N, D], mask [B, N] (True: a token) -> assign [B, N] in 0..M-1, -1 at padding, and centers
     [B, M], positions of the clusters' centers, N where an item has fewer than M tokens: then every
     token is a cluster and the surplus clusters stay empty. An item's clusters depend on nothing but
-    its own tokens: no noise, and a tie goes to the earlier position.
+    its own tokens: no noise, and a tie goes to the earlier position (of two centers equally near,
+    to the first in `order`).
     """
     B, N, D = x.shape
     with fp32(x):
@@ -451,7 +452,7 @@ class PHANet(nn.Module):
         for i, caption in enumerate(captions):
             # a caption that spells <|endoftext|> is just text
             words = tok(caption.strip(), add_special_tokens=False,
-                        split_special_tokens=True).input_ids
+                        split_special_tokens=True, verbose=False).input_ids
             cut[i] = len(words) > N - 2
             row = [tok.bos_token_id, *words[:N - 2], tok.eos_token_id]
             ids[i, :len(row)] = torch.tensor(row)

@@ -314,7 +314,7 @@ def test_help_lists_every_setting_with_type_default_and_comment(here, capsys):
     assert "--num_queries = 8" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("script", ["train.py", "eval.py"])
+@pytest.mark.parametrize("script", ["train.py", "eval.py", "eval_tasks.py"])
 def test_the_scripts_answer_help_without_importing_torch(script):
     env = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
     r = subprocess.run([sys.executable, str(ROOT / script), "--help"], capture_output=True,

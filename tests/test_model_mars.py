@@ -484,6 +484,30 @@ def test_a_sample_that_cannot_be_collated_is_named(tiny_qwen2vl):
         model.collate(items)
 
 
+def test_a_prompt_may_hold_a_video_and_a_caption(tiny_qwen2vl):
+    model, items = make(tiny_qwen2vl).eval(), samples()
+    inputs = model.collate_prompt(items, "<video> Modify this image with {caption}.")
+    decode = model.backbone.tokenizer.decode
+    for s, ids in zip(items, inputs["input_ids"]):  # video, our words, the caption, in this order
+        text = decode(ids)
+        assert (text.index("<|vision_start|>") < text.index("Modify this image with")
+                < text.index(s.caption.strip()))
+    with torch.no_grad():
+        raw = model.encode_video(inputs, normalize=False)["slots"]
+        unit = model.encode_video(inputs)["slots"]
+    close(torch.nn.functional.normalize(raw, dim=-1), unit)
+    assert not torch.allclose(raw.norm(dim=-1), torch.ones(raw.shape[:-1]))
+    # the two halves alone are what collate makes of them
+    for side, prompt in (("video", model.config.video_prompt), ("text", model.config.text_prompt)):
+        for key, value in model.collate(items)[side].items():
+            assert torch.equal(model.collate_prompt(items, prompt)[key], value)
+    with pytest.raises(ValueError, match="'one word' holds neither <video> nor {caption}"):
+        model.collate_prompt(items, "one word")
+    items[1].frames = None
+    with pytest.raises(ValueError, match="1 of 4 samples have no frames, the first is 'clip1'"):
+        model.collate_prompt(items, "<video> {caption}")
+
+
 def test_a_long_caption_is_cut_and_keeps_its_prompt(tiny_qwen2vl):
     model = make(tiny_qwen2vl, max_text_tokens=3).eval()
     long = SimpleNamespace(id="x", caption="a red circle moves left and left and left", frames=None)

@@ -317,6 +317,9 @@ class SLQ(nn.Module):
         return self._encode(inputs, "video")
 
     def forward(self, batch):
+        if self.training and self.frozen and self.config.extraction == "last":
+            raise ValueError("SLQ: extraction=last on a frozen backbone is the zero-shot pilot, no "
+                             "embedding in it can be trained; use epochs=0 or another tuning")
         return self.encode_text(batch["text"]), self.encode_video(batch["video"])
 
     def _encode(self, inputs, side):
@@ -425,6 +428,7 @@ class SLQ(nn.Module):
             else:
                 states.append(run[0](*run[1:]))
             order.append(every[rows])
+            del chunk, content  # before the next chunk's copies of pixels
         return torch.cat(states)[torch.cat(order).argsort()]
 
     @torch.no_grad()

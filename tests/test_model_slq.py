@@ -23,7 +23,7 @@ import train
 from checkpoint import load_trainable, trainable_state
 from conftest import ROOT, make_qwen2vl
 from model_slq import MAX_TAU, MIN_TAU, SLQ, SLQConfig
-from test_train import launch
+from test_train import argv, launch, lines, train_here
 
 close = torch.testing.assert_close
 CAPTIONS = ["a red circle moves left", "a blue square grows", "two circles", "a red circle moves",
@@ -393,7 +393,9 @@ def test_prompt_tokens_stand_in_front_and_see_no_content(path):
 def test_comparisons_start_where_the_last_token_is(path):
     zero_shot = make(path, **LAST)
     batch = zero_shot.collate(samples())
-    want = zero_shot(batch)
+    with pytest.raises(ValueError, match="is the zero-shot pilot"):
+        zero_shot(batch)
+    want = zero_shot.eval()(batch)
     plain = backbones.load(path)
     for side, z in zip(("text", "video"), want):
         h, n = plain.run(batch[side]), batch[side]["attention_mask"].sum(1)
@@ -517,6 +519,15 @@ def test_building_and_training_are_quiet(path):
         for settings in (dict(), dict(prefix_cache=False), dict(tuning="lora", **LAST)):
             model = make(path, **settings)
             step(model, model.collate(samples(2)))
+
+
+def test_runs_by_train_py(path, tiny_data, tmp_path):
+    args = argv(tmp_path / "slq", tiny_data, path, model="slq", chunk_size=3, max_steps=2)
+    train_here(args)
+    rows = lines(tmp_path / "slq")
+    assert rows[0]["tau"] == pytest.approx(0.07) and rows[-1]["n_video"] == 8
+    train_here(argv(tmp_path / "pilot", tiny_data, path, model="slq", extraction="last", epochs=0))
+    assert lines(tmp_path / "pilot")[0]["step"] == 0  # validated without a step
 
 
 @pytest.fixture(scope="module")

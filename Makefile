@@ -1,28 +1,36 @@
-# make demo    render clips, train MARS and its baseline on them, print one table (a laptop is enough)
+# make demo    render clips, train the methods and their baselines on them, print one table
 # make test    the unit tests
 # make bench   time and memory, measured side by side
+# make ablate_pha   PHA-Net's Tables 3, 5, 7, 9 in small, on the demo; goes on where it was stopped
 # Each first creates .venv from requirements.txt when that is missing or older.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PY = .venv/bin/python
-DEMO = out/demo_untrained,out/demo_baseline,out/demo_mars
+DEMO = untrained baseline mars clip_zeroshot clip pha
 
-.PHONY: demo test bench
+.PHONY: demo test bench ablate_pha
 
 demo: .venv/installed
 	$(PY) data/demo/prepare.py
 	$(PY) train.py config/demo_baseline.py --resume --out_dir=out/demo_untrained --epochs=0
 	$(PY) train.py config/demo_baseline.py --resume
 	$(PY) train.py config/demo_mars.py --resume
-	for run in untrained baseline mars; do $(PY) eval.py --ckpt out/demo_$$run || exit 1; done
-	$(PY) eval.py --compare $(DEMO)
+	$(PY) train.py config/demo_clip.py --resume --out_dir=out/demo_clip_zeroshot --epochs=0
+	$(PY) train.py config/demo_clip.py --resume
+	$(PY) train.py config/demo_pha.py --resume
+	for run in $(DEMO); do $(PY) eval.py --ckpt out/demo_$$run || exit 1; done
+	$(PY) eval.py --compare $$(echo $(addprefix out/demo_,$(DEMO)) | tr ' ' ,)
 
 test: .venv/installed
 	$(PY) -m pytest -q tests
 
 bench: .venv/installed
 	$(PY) bench.py
+
+ablate_pha: .venv/installed
+	$(PY) data/demo/prepare.py
+	$(PY) ablate.py --tables=pha
 
 .venv/installed: requirements.txt
 	@test -n "$(PYTHON)" || { echo "nanoTVR needs Python 3.11 or newer: make PYTHON=/path/to/python"; exit 1; }

@@ -20,6 +20,8 @@ from typing import Any, Callable
 import torch
 import torch.nn.functional as F
 import transformers
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers.image_processing_base import ImageProcessingMixin
 
 LLM_LINEARS = r'self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj' # the seven of MARS, App. B
@@ -165,17 +167,12 @@ def load(path, max_pixels=0, dtype=None):
     if not path:
         raise FileNotFoundError("backbone is empty; set it to a folder as save_pretrained writes "
                                 "it, or to a hub id")
-    try:
-        config, _ = transformers.PretrainedConfig.get_config_dict(path)
-    except OSError as e:
-        raise FileNotFoundError(
-            f"backbone {path!r}: no such folder, and it can't be fetched from the hub "
-            f"({str(e).splitlines()[0]}); give a folder as save_pretrained writes it, or a "
-            "hub id while online") from None
+    if not os.path.isdir(path):
+        ask_hub(path)
+    config, _ = transformers.PretrainedConfig.get_config_dict(path)
     if not config:
-        what = "the folder holds no config.json" if os.path.isdir(path) else "no such folder"
-        raise FileNotFoundError(f"backbone {path!r}: {what}; give a folder as save_pretrained "
-                                "writes it, or a hub id")
+        raise FileNotFoundError(f"backbone {path!r}: the folder holds no config.json; give a "
+                                "folder as save_pretrained writes it, or a hub id")
     family = config.get('model_type')
     if family not in FAMILIES:
         raise ValueError(f"backbone {path!r} is of family {family!r}, which is not supported yet; "
@@ -183,6 +180,21 @@ def load(path, max_pixels=0, dtype=None):
     backbone = FAMILIES[family](path, max_pixels, dtype=dtype, attn_implementation='sdpa')
     backbone.model.requires_grad_(False).eval()
     return backbone
+
+
+def ask_hub(path):
+    """FileNotFoundError unless the hub, or its cache here, has a model of that id. One request:
+    transformers itself would try again and again for half a minute."""
+    try:
+        if not isinstance(try_to_load_from_cache(path, 'config.json'), str):
+            get_hf_file_metadata(hf_hub_url(path, 'config.json'), timeout=5)
+    except Exception as e:  # no network, no such model, no rights: these share no base class
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        why = "no hub id either" if isinstance(e, HFValidationError) else \
+            f"it can't be fetched from the hub ({reason})"
+        raise FileNotFoundError(
+            f"backbone {path!r}: no such folder, and {why}; give a folder as save_pretrained "
+            "writes it, or a hub id while online") from None
 
 
 # -----------------------------------------------------------------------------

@@ -384,7 +384,7 @@ def loader(cfg, device):
 
 def pha_model(device):
     """A PHA-Net of the paper's width on a CLIP of few layers: its matching and merging are real."""
-    text = dict(num_hidden_layers=4, vocab_size=100, eos_token_id=99)
+    text = dict(num_hidden_layers=4, vocab_size=100, bos_token_id=98, eos_token_id=99)
     vision = dict(num_hidden_layers=1, hidden_size=64, intermediate_size=64, num_attention_heads=1)
     torch.manual_seed(0)
     clip = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))

@@ -12,8 +12,10 @@ read from the source, nothing is imported, so --help answers at once.
 import ast
 import io
 import os
+import signal
 import sys
 import textwrap
+import time
 import tokenize
 import typing
 from difflib import get_close_matches
@@ -285,3 +287,50 @@ def configure(path, argv=None, models=None):
     values = {k: default for k, (_, default, _) in settings.items()}
     values.update({k: check(where, k, v, settings, typed) for where, k, v, typed in given})
     return SimpleNamespace(**values)
+
+
+# -----------------------------------------------------------------------------
+# the end of a script that can't go on: one line
+
+def one_line_errors(run):
+    """run(). An error that says what, where and what to do needs no traceback; others keep theirs.
+    Nor does Ctrl-C, whose exit code is 130."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return run()
+    except SystemExit as e:
+        if e.code:
+            first_speaks()
+        raise
+    except (ValueError, OSError, FloatingPointError) as e:
+        if os.environ.get("NANOTVR_TRACEBACK"):
+            raise
+        text = str(e).strip().splitlines() or [type(e).__name__]
+        # a loader's worker hands its error over as a formatted traceback: the last line says it
+        text = text[-1] if text[0].startswith("Caught") else " ".join(text)
+        first_speaks()
+        sys.exit(f"{os.path.basename(sys.argv[0])}: {text}  (NANOTVR_TRACEBACK=1 shows where)")
+    except KeyboardInterrupt:
+        interrupted(sys.exit)
+
+
+def at_once(check):
+    """one_line_errors(check), for what needs no torch. In the imports that follow, up to the next
+    one_line_errors, Ctrl-C leaves on the spot: an import may print its traceback or swallow it."""
+    result = one_line_errors(check)
+    signal.signal(signal.SIGINT, lambda *_: interrupted(os._exit))
+    return result
+
+
+def interrupted(leave):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun sends another one: no word on that
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{os.path.basename(sys.argv[0])}: interrupted", file=sys.stderr, flush=True)
+    leave(130)
+
+
+def first_speaks():
+    """Most errors are all ranks' alike. The first rank of a machine prints its own and ends, and
+    torchrun then ends the others; what one of those alone has met, it says after this pause."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(5)

@@ -24,10 +24,7 @@ import sys
 import unicodedata
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset
+import numpy as np  # and torch where it is used, so that a missing file is told of at once
 
 
 @dataclass
@@ -35,6 +32,7 @@ class Item:
     id: str
     video: str  # path below video_root
     captions: list
+    fields: dict = field(default_factory=dict, repr=False)  # the line's others: eval.py's --by
 
 
 @dataclass
@@ -57,8 +55,8 @@ class BadVideo(ValueError):
 # -----------------------------------------------------------------------------
 # annotations
 
-def load_annotations(path, paragraph=False):
-    """paragraph=True: all captions of a video, in their order, become one text."""
+def find_annotations(path):
+    """FileNotFoundError that says how to make the file, if it is not there."""
     if not os.path.isfile(path):
         prepare = os.path.join(os.path.dirname(path), "prepare.py")
         how = f"run `python {prepare}`" if os.path.isfile(prepare) else \
@@ -66,6 +64,11 @@ def load_annotations(path, paragraph=False):
         there = sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "*.jsonl")))
         there = f" (there are {', '.join(map(os.path.basename, there))})" if there else ""
         raise FileNotFoundError(f"annotations {os.path.abspath(path)} not found: {how}{there}")
+
+
+def load_annotations(path, paragraph=False):
+    """paragraph=True: all captions of a video, in their order, become one text."""
+    find_annotations(path)
     items, seen = [], {}
     with open(path, "rb") as f:  # bytes: only \n ends a line, U+2028 inside a caption does not
         for n, line in enumerate(f, 1):
@@ -106,7 +109,8 @@ def parse_item(line):
         if not isinstance(c, str) or not visible(c):
             raise ValueError(f"caption {c!r} of {row['id']!r} is no text; remove it")
         c.encode()  # half a surrogate pair gets through JSON, but through no tokenizer
-    return Item(row["id"], row["video"], captions)
+    others = {k: v for k, v in row.items() if k not in ("id", "video", "captions")}
+    return Item(row["id"], row["video"], captions, others)
 
 
 def visible(text):
@@ -313,7 +317,8 @@ def decord_is_right(head):
 
 
 def decode_decord(path, T, pick, size, expected=None):
-    import decord  # after torch, and only in the process that reads
+    import torch  # noqa: F401  decord has to come after it
+    import decord  # only in the process that reads
     decord.logging.set_level(decord.logging.QUIET)
     video = decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1)
     if expected is not None and len(video) != expected:
@@ -368,8 +373,9 @@ def resize(frame, size, shape=None):
         shape = tuple(max(1, round(x * size / min(h, w))) for x in (h, w))
     if shape is None or shape == (h, w):
         return np.ascontiguousarray(frame)
+    import torch
     x = torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1)[None]  # [1, 3, H, W]
-    x = F.interpolate(x, shape, mode="bicubic", antialias=True)
+    x = torch.nn.functional.interpolate(x, shape, mode="bicubic", antialias=True)
     return np.ascontiguousarray(x[0].permute(1, 2, 0).numpy())
 
 
@@ -442,7 +448,7 @@ class Clips:
         return frames, partial
 
 
-class Pairs(Dataset):
+class Pairs:
     """Training: one Sample per (video, caption). With on_bad_video=skip the next readable video in
     annotation order stands in with a caption of its own, so that batches stay full and ranks stay
     in step; now and then it is in the batch already, as any video with several captions may be."""
@@ -464,7 +470,7 @@ class Pairs(Dataset):
         raise BadVideo(f"none of the {len(items)} videos can be read, the last because: {reason}")
 
 
-class Texts(Dataset):
+class Texts:
     """Evaluation: one Sample per caption; owner[i] is the index of its video in items."""
 
     def __init__(self, items):
@@ -480,7 +486,7 @@ class Texts(Dataset):
         return Sample(self.items[v].id, self.captions[i], None, v)
 
 
-class Videos(Dataset):
+class Videos:
     """Evaluation: one Sample per video. With on_bad_video=skip an unreadable one comes without
     frames and with `error` set: the gallery and the queries then have to do without it."""
 
@@ -530,10 +536,11 @@ class StepSampler:
 
 def make_loader(dataset, batches, collate, workers=0):
     """batches: a StepSampler or a list of lists of indices. Readers are opened in the workers."""
+    import torch
     # fork: a spawned worker would need the collate function pickled, and with it the whole model
     forks = "fork" in multiprocessing.get_all_start_methods()  # Linux and macOS, not Windows
     workers, context = (workers, "fork") if workers and forks else (0, None)
-    return DataLoader(
+    return torch.utils.data.DataLoader(
         dataset, batch_sampler=batches, collate_fn=collate, num_workers=workers,
         multiprocessing_context=context, worker_init_fn=init_worker,
         pin_memory=torch.cuda.is_available(),

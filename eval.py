@@ -20,6 +20,9 @@ dsl = False            # also report dual softmax scores; they see the whole set
 # flat that DSL does nothing; 0.02 = 1 / gamma is the temperature MARS is trained with
 dsl_temperature = 0.02
 per_slot = False       # also T2V of every slot alone (MARS, Fig. 3)
+by = ""                # also T2V for each value of this field of the annotations (demo: kind)
+within = ""            # with by: and how often the right video beats one of another value that has
+                       # this field in common with it (demo: family, so each clip and its siblings)
 json = ""              # also write the result to this file (<run>/metrics.json is always written)
 compare = ""           # comma-separated run folders: one table from their metrics.json, nothing run
 device = "auto"        # cuda, cpu; auto: a GPU if there is one
@@ -36,17 +39,57 @@ video_prompt: str | None = None    # the same
 paragraph: bool | None = None      # the same: a video's captions joined to one
 backbone: str | None = None        # where the backbone is now, if it has moved
 # end of settings
-import sys
-if __name__ == "__main__":         # before torch is imported, so that --help is instant
-    from configurator import configure
-    args = configure(__file__)
-
 import json as jsonlib
 import os
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+
+from configurator import at_once, configure, one_line_errors
+
+
+def find_checkpoint(args):
+    """The folder of the checkpoint that is asked for."""
+    run = Path(args.ckpt)
+    if args.which not in ("best", "latest"):
+        raise ValueError(f"which must be best or latest, not {args.which!r}")
+    if not args.ckpt or not run.is_dir():
+        found = sorted(str(p.parent.parent) for p in Path("out").glob("*/latest/config.json"))
+        raise FileNotFoundError(f"--ckpt {args.ckpt!r} is no run folder; there are: "
+                                f"{', '.join(found) or 'none yet, run train.py first'}")
+    step = run if (run / "model.safetensors").is_file() else run / args.which
+    for name in ("config.json", "model.safetensors"):
+        if not (step / name).is_file():
+            raise FileNotFoundError(f"{step / name} not found: {run} holds no finished "
+                                    f"{args.which!r} checkpoint, train it or give another --which")
+    return step
+
+
+def read_json(path):
+    try:
+        found = jsonlib.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no {...}")
+        return found
+    except ValueError as e:
+        raise ValueError(f"{path} is no JSON file ({e}); delete it or restore it") from None
+
+
+def configured():
+    """The settings of the command line, and whether the files they name are there."""
+    args = configure(__file__)
+    if not args.compare:
+        from data import find_annotations  # numpy is imported, torch is not
+        trained = read_json(find_checkpoint(args) / "config.json")["settings"]
+        data = trained["data"] if args.data is None else args.data
+        find_annotations(os.path.join(data, f"{args.split}.jsonl"))
+    return args
+
+
+if __name__ == "__main__":  # before torch is imported: --help, typos, missing files answer at once
+    args = at_once(configured)
 
 import torch
 import torch.distributed as dist
@@ -121,21 +164,26 @@ def metrics(r):
     return out
 
 
-def both_directions(S_t2v, S_v2t, owner, protocol):
-    """Metrics from scores [Nt, Nv]; owner[i] is the video of text i."""
+def both_ranks(S_t2v, S_v2t, owner, protocol):
+    """Ranks of all queries from scores [Nt, Nv]: T2V [Nt], V2T [Nv]; owner[i]: video of text i."""
     owner = torch.as_tensor(owner)
     own = owner[:, None] == torch.arange(S_t2v.shape[1])           # [Nt, Nv]
     if own.shape != S_t2v.shape or S_t2v.shape != S_v2t.shape:
         raise ValueError(f"scores must be texts x videos, {tuple(own.shape)}, "
                          f"not {tuple(S_t2v.shape)} and {tuple(S_v2t.shape)}")
-    t2v = metrics(ranks(S_t2v, owner))
+    t2v = ranks(S_t2v, owner)
     if protocol == "best":
-        v2t = metrics(ranks(S_v2t.T, own.T))
-    else:                                  # group: G[i, j]: best caption of video i against video j
-        index = owner[:, None].expand_as(S_v2t)
-        G = torch.full((own.shape[1],) * 2, float("-inf"), dtype=S_v2t.dtype)
-        G = G.scatter_reduce(0, index, S_v2t, "amax")              # [Nv, Nv]
-        v2t = metrics(ranks(G.T, torch.arange(len(G))))
+        return t2v, ranks(S_v2t.T, own.T)
+    # group: G[i, j]: best caption of video i against video j
+    index = owner[:, None].expand_as(S_v2t)
+    G = torch.full((own.shape[1],) * 2, float("-inf"), dtype=S_v2t.dtype)
+    G = G.scatter_reduce(0, index, S_v2t, "amax")                  # [Nv, Nv]
+    return t2v, ranks(G.T, torch.arange(len(G)))
+
+
+def both_directions(S_t2v, S_v2t, owner, protocol):
+    """Metrics from scores [Nt, Nv]; owner[i] is the video of text i."""
+    t2v, v2t = (metrics(r) for r in both_ranks(S_t2v, S_v2t, owner, protocol))
     return {"t2v": t2v, "v2t": v2t, "SumR": t2v["RSum"] + v2t["RSum"]}
 
 
@@ -165,7 +213,7 @@ class Collate:
 
 @torch.no_grad()
 def encode(model, side, dataset, order, batch_size, num_workers=0, device="cpu",
-           autocast=nullcontext):
+           autocast=nullcontext, source="the data"):
     """
     Features [n, ...] of the samples in `order` (side: text or video), sorted by index; the indices
     of those that could be read; and of those whose text was cut to the context limit.
@@ -194,7 +242,7 @@ def encode(model, side, dataset, order, batch_size, num_workers=0, device="cpu",
         dist.all_gather_object(boxes, (indices, cut, parts))
         indices, cut, parts = (sum(lists, []) for lists in zip(*boxes))
     if not parts:
-        raise ValueError(f"not one {side} of {len(order)} could be read")
+        raise ValueError(f"not one {side} of the {len(order)} in {source} could be read")
     where = torch.tensor(indices).argsort()
     return {k: torch.cat([p[k] for p in parts])[where] for k in parts[0]}, sorted(indices), cut
 
@@ -251,7 +299,51 @@ def slots_alone(S_m, owner):
             "exclusive_total": int(alone.sum())}
 
 
-def encode_split(model, items, cfg, **how):
+def field_values(items, field):
+    """What each item's annotation says in `field`, as text; None where it has no such field."""
+    values = [item.fields.get(field) for item in items]
+    if all(v is None for v in values):
+        there = sorted({k for item in items for k in item.fields})
+        raise ValueError(f"no line of the split has a field {field!r}; beside id, video and "
+                         f"captions there are: {', '.join(there) or 'none'}")
+    for v in values:
+        if isinstance(v, (list, dict)):
+            raise ValueError(f"the field {field!r} holds lists or objects, such as {str(v)[:40]}; "
+                             "it takes one with a word or a number per video")
+    return [v if v is None else str(v) for v in values]
+
+
+def by_field(S, owner, items, field, within=""):
+    """
+    T2V of the queries whose video has each value of `field`, in the whole gallery S [Nt, Nv].
+
+    within: a second field. Videos that share it are siblings; "beats"[v] is how often, in percent
+    of all pairs, a query's own video scores above a sibling of value v (a tie is half of that).
+    Each pair is a gallery of two, so chance is 50.
+    """
+    owner = torch.as_tensor(owner)
+    values, r = field_values(items, field), ranks(S, owner)
+    own = S.gather(1, owner[:, None])                              # [Nt, 1]
+    wins = (S < own).double() + (S == own).double() / 2            # [Nt, Nv]
+    sibling = torch.zeros(S.shape, dtype=torch.bool)
+    if within:
+        shared = field_values(items, within)
+        code = torch.tensor([shared.index(v) if v is not None else -1 for v in shared])  # [Nv]
+        sibling = (code[owner][:, None] == code) & (code >= 0)     # [Nt, Nv]
+        sibling &= owner[:, None] != torch.arange(S.shape[1])
+    has = {v: torch.tensor([x == v for x in values]) for v in sorted(set(values) - {None})}  # [Nv]
+    out = {}
+    for value, mask in has.items():
+        mine = mask[owner]                                         # [Nt]
+        out[value] = {"n_text": int(mine.sum()), "t2v": metrics(r[mine])}
+        if within:
+            pairs = {v: mine[:, None] & sibling & of_v for v, of_v in has.items()}
+            out[value]["beats"] = {v: 100 * wins[p].mean().item()
+                                   for v, p in pairs.items() if p.any()}
+    return {"field": field, "within": within, "values": out}
+
+
+def encode_split(model, items, cfg, split, **how):
     """
     Features of a split: (text, row, owner, video, kept, number of captions that were cut).
 
@@ -266,7 +358,8 @@ def encode_split(model, items, cfg, **how):
     root = cfg.video_root or os.path.join(cfg.data, "videos")
     videos = Videos(items, root, cfg.num_frames, sampler=cfg.sampler, size=cfg.frame_size,
                     frame_cache=cfg.frame_cache, on_bad_video=cfg.on_bad_video)
-    how |= dict(batch_size=cfg.eval_batch_size, num_workers=cfg.num_workers)
+    how |= dict(batch_size=cfg.eval_batch_size, num_workers=cfg.num_workers,
+                source=f"{os.path.join(cfg.data, split)}.jsonl (videos in {root})")
     video, kept, _ = encode(model, "video", videos, range(len(items)), **how)
     texts, place = Texts(items), {v: n for n, v in enumerate(kept)}
     ours = [i for i, v in enumerate(texts.owner) if v in place]
@@ -285,7 +378,7 @@ def encode_split(model, items, cfg, **how):
 
 
 def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="best", dsl=None,
-             per_slot=False):
+             per_slot=False, by="", within=""):
     """
     The result of one split as it stands in metrics.json, on every rank alike. dsl: temperature.
 
@@ -298,10 +391,14 @@ def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="
         raise ValueError(f"dsl_temperature must be above 0, not {dsl}")
     if per_slot and not hasattr(model, "slot_similarity"):
         raise ValueError(f"per_slot: {type(model).__name__} has no slots")
+    if within and not by:
+        raise ValueError("within is given without by: name the field to report by, as in --by=kind")
+    for key in filter(None, (by, within)):
+        field_values(items, key)                 # better now than after the encoding
     was_training = model.training
     model.eval()
-    text, row, owner, video, kept, n_cut = encode_split(model, items, cfg, device=device,
-                                                        autocast=autocast)
+    text, row, owner, video, kept, n_cut = encode_split(model, items, cfg, split,
+                                                        device=device, autocast=autocast)
     model.train(was_training)
     S = similarity(model.similarity, text, video, device=device, say=tqdm.write)[row]  # [Nt, Nv]
     check_finite(S, [f"a caption of {items[kept[v]].id}" for v in owner],
@@ -319,6 +416,8 @@ def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="
     if per_slot:
         S_m = similarity(model.slot_similarity, text, video, device=device)[:, row]    # [M, Nt, Nv]
         result["per_slot"] = slots_alone(S_m, owner)
+    if by:
+        result["by"] = by_field(S, owner, [items[v] for v in kept], by, within)
     return result
 
 
@@ -351,7 +450,19 @@ def table(r):
         out += [line(f"slot {m + 1} alone (T2V), only it ranks first: {p['exclusive'][m]}", x)
                 for m, x in enumerate(p["t2v"])]
         out += [f"rank 1 in exactly one slot: {p['exclusive_total']} of {n_text} queries"]
+    if "by" in r:
+        out += by_lines(r["by"])
     return "\n".join(out)
+
+
+def by_lines(b):
+    out = [line(f"{b['field']} {value} (T2V), {x['n_text']} queries", x["t2v"])
+           for value, x in b["values"].items()]
+    for value, x in b["values"].items():
+        if x.get("beats"):
+            beaten = ", ".join(f"{other} {p:.1f}" for other, p in x["beats"].items())
+            out += [f"{value} scores above what shares its {b['within']}, % (chance 50): {beaten}"]
+    return out
 
 
 def compare_runs(folders, split, dsl=False):
@@ -402,18 +513,7 @@ def compare_runs(folders, split, dsl=False):
 def load_settings(args, say=print):
     """The run's settings with the command line's over them, the checkpoint's folder, and which of
     the settings given make the result another one than the run's own."""
-    run = Path(args.ckpt)
-    if args.which not in ("best", "latest"):
-        raise ValueError(f"which must be best or latest, not {args.which!r}")
-    if not args.ckpt or not run.is_dir():
-        found = sorted(str(p.parent.parent) for p in Path("out").glob("*/latest/config.json"))
-        raise FileNotFoundError(f"--ckpt {args.ckpt!r} is no run folder; there are: "
-                                f"{', '.join(found) or 'none yet, run train.py first'}")
-    step = run if (run / "model.safetensors").is_file() else run / args.which
-    for name in ("config.json", "model.safetensors"):
-        if not (step / name).is_file():
-            raise FileNotFoundError(f"{step / name} not found: {run} holds no finished "
-                                    f"{args.which!r} checkpoint, train it or give another --which")
+    step = find_checkpoint(args)
     settings = with_defaults(read_json(step / "config.json")["settings"])
     if args.data is not None and args.video_root is None:
         settings["video_root"] = ""
@@ -445,16 +545,6 @@ def with_defaults(settings):
     return {**{key: default for key, (_, default, _) in known.items()}, **settings}
 
 
-def read_json(path):
-    try:
-        found = jsonlib.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("it holds no {...}")
-        return found
-    except ValueError as e:
-        raise ValueError(f"{path} is no JSON file ({e}); delete it or restore it") from None
-
-
 def save_result(path, result, split=None):
     """Write a result; with `split`, into a file that holds one per split."""
     if split:
@@ -479,7 +569,8 @@ def main(args):
     load_trainable(model, load_file(str(step / "model.safetensors")))
     say(f"{step.resolve().name} of {args.ckpt}, {cfg.model}, on {device}")
     result = evaluate(model, items, cfg, args.split, device, train.autocast_of(cfg, device),
-                      args.v2t, args.dsl_temperature if args.dsl else None, args.per_slot)
+                      args.v2t, args.dsl_temperature if args.dsl else None, args.per_slot,
+                      args.by, args.within)
     result["checkpoint"] = step.resolve().name
     result["trainable"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(table(result))
@@ -494,8 +585,9 @@ def main(args):
 
 
 if __name__ == "__main__":
-    from train import one_line_errors
     if args.compare:
         one_line_errors(lambda: print(compare_runs(args.compare.split(","), args.split, args.dsl)))
     else:
         one_line_errors(lambda: main(args))
+    if dist.is_initialized():  # not after an error: other ranks may wait in a collective
+        dist.destroy_process_group()

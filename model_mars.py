@@ -303,6 +303,19 @@ class MARS(nn.Module):
 
     # ---------------------------------------------------------------- what is trained
 
+    def check_trained(self):
+        """ValueError when no trained parameter reaches an embedding: a run would change nothing."""
+        M, N = self.config.num_slots, self.backbone.num_layers
+        # preceding: the last slot token is never read. w and b of a single layer or slot are
+        # softmaxes over one number, and gamma scales the loss, not the ranking
+        slots_are_read = M > 1 or self.config.slot_readout == "self"
+        layers_are_mixed = self.config.layer_fusion and N > 1
+        if not (self.config.lora_r or slots_are_read or layers_are_mixed):
+            raise ValueError(f"nothing that is trained would change an embedding: lora_r=0, one "
+                             f"slot that is never read (slot_readout=preceding) and no mix of "
+                             f"layers (layer_fusion={self.config.layer_fusion}, {N} of them); set "
+                             "lora_r, num_slots or layer_fusion, or epochs=0 for the bare backbone")
+
     def trainable_groups(self):
         """{"LoRA" | "slots" | "w" | "other": {name: parameter}}, every trained one exactly once."""
         groups = {"LoRA": {}, "slots": {}, "w": {}, "other": {}}

@@ -16,6 +16,7 @@ Shapes: B items, N tokens, P prototypes, M clusters, D width. "Choice:" marks wh
 """
 import copy
 import math
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -121,11 +122,12 @@ def dpc_knn(x, mask, M, K=3, order="score"):
     B, N, D = x.shape
     with fp32(x):
         x = x.float()
-        square = x.square().sum(-1)  # [B, N]
-        total = square[:, :, None] + square[:, None, :]  # [B, N, N]
-        d2 = total - 2 * x @ x.mT
-        # rounding must not part what is equal, above all a token and itself
-        d2 = d2.masked_fill(d2 < 1e-6 * total, 0.0) / D
+        G = x @ x.mT  # [B, N, N]
+    square = G.diagonal(dim1=1, dim2=2)  # [B, N], so that a token is at distance 0 from itself
+    total = square[:, :, None] + square[:, None, :]
+    d2 = total - (G + G.mT)  # i to j is j to i to the last bit: mutual neighbours may be a tie
+    # rounding must not part what is equal
+    d2 = d2.masked_fill(d2 < 1e-6 * total, 0.0) / D
     # Choice: Eq. 5-6 have plain squared distances; HBI's code scales them by 1/D, as its exp(-d^2)
     # would be 0 otherwise, and its delta is not squared
     d = d2.sqrt()  # [B, N, N]
@@ -168,7 +170,10 @@ def by_sklearn(fit):
         assign = torch.full(mask.shape, -1)
         for b in range(len(x)):
             inside = mask[b].nonzero().flatten().cpu()  # [n]
-            labels = torch.as_tensor(fit(x[b, mask[b]].double().cpu().numpy(), M, K))  # [n]
+            with warnings.catch_warnings():
+                # of duplicated tokens (a still clip): fewer clusters come out, and merge() knows
+                warnings.simplefilter("ignore")
+                labels = torch.as_tensor(fit(x[b, mask[b]].double().cpu().numpy(), M, K))  # [n]
             names = [c for c in labels.unique().tolist() if c >= 0]
             # more clusters than M: the largest stay. Then as dpc_knn: in time, or largest first
             names = sorted(names, key=lambda c: (-int((labels == c).sum()), c))[:M]
@@ -202,7 +207,6 @@ def _dbscan(x, M, K):
     return labels if (labels >= 0).any() else np.zeros_like(labels)  # all outliers: one cluster
 
 
-# sklearn reports numerical trouble that duplicated tokens (a still clip) bring about; see merge()
 CLUSTERINGS = {"dpc-knn": dpc_knn, "kmeans": by_sklearn(_kmeans), "dbscan": by_sklearn(_dbscan),
                "gaussian": by_sklearn(_gaussian)}
 
@@ -379,10 +383,14 @@ class PHANet(nn.Module):
         cfg, text_model = self.config, self.clip.text_model
         longest = text_model.config.max_position_embeddings
         for key, P in (("max_words", cfg.individual_prototypes),
-                       ("num_frames", cfg.individual_prototypes)):
+                       ("num_frames", cfg.individual_prototypes),
+                       ("num_phrases", cfg.local_prototypes), ("num_clips", cfg.local_prototypes)):
             if getattr(cfg, key) + P > longest:
                 raise ValueError(f"{key} {getattr(cfg, key)} and {P} prototypes need more than the "
                                  f"{longest} positions of this CLIP")
+        if D % heads:
+            raise ValueError(f"PHA-Net: its modules have the projection's width {D}, which the "
+                             f"{heads} heads of this CLIP's text tower can't share")
 
         def each(make, share):
             return {"both": make()} if share else {"text": make(), "video": make()}
@@ -659,3 +667,20 @@ class PHANet(nn.Module):
         lines = [f"trained {key:10s} {sum(p.numel() for p in group.values()):14,d}"
                  for key, group in self.trainable_groups().items()]
         return "\n".join([*lines, f"frozen             {frozen:14,d}"])
+
+
+def thop_parameters(model):
+    """
+    What Table 4 calls #Param: the paper's counter (thop) adds up the weights of nn.Linear, nn.Conv
+    and nn.LayerNorm modules and sees nothing else. In the authors' CLIP an attention is one
+    nn.MultiheadAttention, a projection is a bare matrix and a LayerNorm is a subclass, so none of
+    those count, nor do embeddings, positions and prototypes. A shared block counts once, and
+    CLIP's frozen convolution counts too.
+    """
+    total = 0
+    for name, module in model.named_modules():
+        ours = not name.startswith("clip.") and "block_" not in name  # no CLIP-style layers
+        if ours or ".mlp." in name or name.endswith("patch_embedding"):
+            if type(module) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm):
+                total += sum(p.numel() for p in module.parameters())
+    return total

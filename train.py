@@ -62,19 +62,77 @@ MODELS = {
 }
 SETTINGS = {name: (file, config) for name, (file, config, _) in MODELS.items()}
 
-if __name__ == '__main__':  # before torch is imported, so that --help and typos answer at once
-    from configurator import configure
-    cfg = configure(__file__, models=SETTINGS)
-
 import importlib
 import json
 import math
 import os
 import signal
-import sys
 import time
 from dataclasses import fields
 from functools import partial
+
+from configurator import at_once, configure, one_line_errors
+
+# -----------------------------------------------------------------------------
+# what can be known to be wrong before anything is loaded
+
+def check_settings(cfg, world):
+    """Whatever can be known to be wrong before anything is loaded. -> is there a run to resume"""
+    from data import SAMPLERS, find_annotations  # numpy is imported, torch is not
+    if cfg.batch_size % world:
+        raise ValueError(f"batch_size {cfg.batch_size} is the global batch, and {world} processes "
+                         "can't share it evenly")
+    if cfg.val_split == 'test' and not cfg.select_on_test:
+        raise ValueError("val_split is 'test': a checkpoint picked on the test split has "
+                         "optimistic numbers; use a validation split, or say --select_on_test=true")
+    if cfg.warmup_epochs > cfg.epochs > 0:
+        raise ValueError(f"warmup_epochs {cfg.warmup_epochs} is more than epochs {cfg.epochs}")
+    for key in ('beta1', 'beta2'):
+        if not 0 <= getattr(cfg, key) < 1:
+            raise ValueError(f"{key} is {getattr(cfg, key)} and must be at least 0 and below 1")
+    if cfg.seed >= 2 ** 31:
+        raise ValueError(f"seed is {cfg.seed} and must be below 2^31")
+    if not cfg.out_dir or os.path.isfile(cfg.out_dir):
+        raise ValueError(f"out_dir '{cfg.out_dir}' is no folder, and can't become one")
+    lowest = {'log_every': 1, 'eval_batch_size': 1, 'batch_size': 2}
+    for key in ('epochs', 'warmup_epochs', 'chunk_size', 'num_workers', 'save_every', 'max_steps',
+                'grad_clip', 'weight_decay', 'learning_rate', 'adam_eps', 'frame_size', 'seed',
+                *lowest):
+        if not lowest.get(key, 0) <= getattr(cfg, key) < math.inf:
+            raise ValueError(f"{key} is {getattr(cfg, key)}, the least is {lowest.get(key, 0)}")
+    if cfg.sampler not in SAMPLERS:
+        raise ValueError(f"sampler '{cfg.sampler}' is not one of {', '.join(SAMPLERS)}")
+    more_is_better = dict.fromkeys(('R@1', 'R@5', 'R@10', 'RSum'), 0)
+    pick({'t2v': more_is_better, 'v2t': more_is_better, 'SumR': 0}, cfg.select_metric)
+    started = os.path.lexists(os.path.join(cfg.out_dir, 'latest'))
+    if started and not cfg.resume:
+        raise FileExistsError(f"{cfg.out_dir} already holds a run; --resume goes on with it, "
+                              "or choose another --out_dir")
+    for split in (cfg.train_split, cfg.val_split):
+        find_annotations(os.path.join(cfg.data, f'{split}.jsonl'))
+    return started
+
+
+def pick(result, name):
+    """'SumR' or 't2v/R@1' out of an evaluation's result."""
+    for key in name.split('/'):
+        if not isinstance(result, dict) or key not in result:
+            raise ValueError(f"select_metric '{name}' is no metric; use SumR, t2v/R@1, ...")
+        result = result[key]
+    if isinstance(result, dict):
+        raise ValueError(f"select_metric '{name}' is several numbers; use for example {name}/R@1")
+    return result
+
+
+def configured():
+    """The settings of the command line, checked."""
+    cfg = configure(__file__, models=SETTINGS)
+    check_settings(cfg, int(os.environ.get('WORLD_SIZE', 1)))
+    return cfg
+
+
+if __name__ == '__main__':  # before torch is imported: --help, typos, missing files answer at once
+    cfg = at_once(configured)
 
 import torch
 import torch.distributed as dist
@@ -132,7 +190,8 @@ def build_model(cfg, device):
     torch.manual_seed(cfg.seed)  # the same start on every rank
     # a frozen backbone may be in bf16, one that is trained says otherwise
     dtype = getattr(model_class, 'backbone_dtype', torch_dtype(cfg, device))
-    backbone = backbones.load(config.backbone, getattr(config, 'max_pixels', 0), dtype=dtype)
+    max_pixels = config.max_pixels if hasattr(config, 'max_pixels') else 0
+    backbone = backbones.load(config.backbone, max_pixels, dtype=dtype)
     return model_class(config, backbone).to(device)
 
 
@@ -283,51 +342,6 @@ def make_optimizer(model, cfg, device):
 # -----------------------------------------------------------------------------
 # what can go wrong outside of the mathematics
 
-def check_settings(cfg, world):
-    """Whatever can be known to be wrong before anything is loaded. -> is there a run to resume"""
-    if cfg.batch_size % world:
-        raise ValueError(f"batch_size {cfg.batch_size} is the global batch, and {world} processes "
-                         "can't share it evenly")
-    if cfg.val_split == 'test' and not cfg.select_on_test:
-        raise ValueError("val_split is 'test': a checkpoint picked on the test split has "
-                         "optimistic numbers; use a validation split, or say --select_on_test=true")
-    if cfg.warmup_epochs > cfg.epochs > 0:
-        raise ValueError(f"warmup_epochs {cfg.warmup_epochs} is more than epochs {cfg.epochs}")
-    for key in ('beta1', 'beta2'):
-        if not 0 <= getattr(cfg, key) < 1:
-            raise ValueError(f"{key} is {getattr(cfg, key)} and must be at least 0 and below 1")
-    if cfg.seed >= 2 ** 31:
-        raise ValueError(f"seed is {cfg.seed} and must be below 2^31")
-    if not cfg.out_dir or os.path.isfile(cfg.out_dir):
-        raise ValueError(f"out_dir '{cfg.out_dir}' is no folder, and can't become one")
-    lowest = {'log_every': 1, 'eval_batch_size': 1, 'batch_size': 2}
-    for key in ('epochs', 'warmup_epochs', 'chunk_size', 'num_workers', 'save_every', 'max_steps',
-                'grad_clip', 'weight_decay', 'learning_rate', 'adam_eps', 'frame_size', 'seed',
-                *lowest):
-        if not lowest.get(key, 0) <= getattr(cfg, key) < math.inf:
-            raise ValueError(f"{key} is {getattr(cfg, key)}, the least is {lowest.get(key, 0)}")
-    if cfg.sampler not in datalib.SAMPLERS:
-        raise ValueError(f"sampler '{cfg.sampler}' is not one of {', '.join(datalib.SAMPLERS)}")
-    more_is_better = dict.fromkeys(('R@1', 'R@5', 'R@10', 'RSum'), 0)
-    pick({'t2v': more_is_better, 'v2t': more_is_better, 'SumR': 0}, cfg.select_metric)
-    started = os.path.lexists(os.path.join(cfg.out_dir, 'latest'))
-    if started and not cfg.resume:
-        raise FileExistsError(f"{cfg.out_dir} already holds a run; --resume goes on with it, "
-                              "or choose another --out_dir")
-    return started
-
-
-def pick(result, name):
-    """'SumR' or 't2v/R@1' out of an evaluation's result."""
-    for key in name.split('/'):
-        if not isinstance(result, dict) or key not in result:
-            raise ValueError(f"select_metric '{name}' is no metric; use SumR, t2v/R@1, ...")
-        result = result[key]
-    if isinstance(result, dict):
-        raise ValueError(f"select_metric '{name}' is several numbers; use for example {name}/R@1")
-    return result
-
-
 def catch_signals():
     """
     Ctrl-C and SIGTERM end the run after its step, with a checkpoint; two Ctrl-C kill. torchrun
@@ -352,23 +366,6 @@ def any_rank(flag, device):
     value = torch.tensor([float(flag)], device=device)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return bool(value.item())
-
-
-def one_line_errors(run):
-    """An error that says what, where and what to do needs no traceback; others keep theirs."""
-    try:
-        run()
-    except (ValueError, OSError, FloatingPointError) as e:
-        if os.environ.get('NANOTVR_TRACEBACK'):
-            raise
-        text = str(e).strip().splitlines() or [type(e).__name__]
-        # a loader's worker hands its error over as a formatted traceback: the last line says it
-        text = text[-1] if text[0].startswith('Caught') else ' '.join(text)
-        sys.exit(f"{os.path.basename(sys.argv[0])}: {text}  (NANOTVR_TRACEBACK=1 shows where)")
-    except KeyboardInterrupt:
-        sys.exit(f"{os.path.basename(sys.argv[0])}: interrupted")
-    if dist.is_initialized():  # not after an error: other ranks may wait in a collective
-        dist.destroy_process_group()
 
 
 def timed(loader, clock, stop):
@@ -416,6 +413,8 @@ def main(cfg):
     # ---- model
     autocast = autocast_of(cfg, device)
     model = build_model(cfg, device)
+    if cfg.epochs and hasattr(model, 'check_trained'):  # epochs=0 saves the untrained model
+        model.check_trained()
     optimizer = make_optimizer(model, cfg, device)
     config_json = json.dumps(describe(cfg, world, torch_dtype(cfg, device)), indent=1)
     step, best = load_checkpoint(cfg, model, optimizer, config_json) if started else (0, None)
@@ -520,3 +519,5 @@ def main(cfg):
 
 if __name__ == '__main__':
     one_line_errors(lambda: main(cfg))
+    if dist.is_initialized():  # not after an error: other ranks may wait in a collective
+        dist.destroy_process_group()

@@ -11,9 +11,9 @@ num_frames = 8  # as in pretraining: each of a clip's two events gets 4
 frame_size = 48  # what the backbone looks at, so frames are resized once, before the cache
 num_workers = 1
 
-batch_size = 64  # 6,000 pairs, 2 captions a clip: 93 steps per epoch
+batch_size = 64  # 6,000 pairs, 2 captions a clip: 93 steps
 eval_batch_size = 100
-epochs = 2
+epochs = 1
 warmup_epochs = 0.3
 # far fewer steps and parameters than in the paper: a higher rate, and with it a lower scale
 learning_rate = 4e-3

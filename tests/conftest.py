@@ -68,6 +68,45 @@ def tiny_qwen2vl(tmp_path_factory):
     return make_qwen2vl(tmp_path_factory.mktemp('tiny-qwen2-vl'))
 
 
+def make_clip(folder, seed=0, pad='<|endoftext|>', **text):
+    """A random CLIP of the native class, saved: frames of 16x16 in patches of 8, both towers alike.
+    As in OpenAI's, the end token is also what pads."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
+    tok = Tokenizer(models.BPE())
+    tok.normalizer = normalizers.Lowercase()
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tok.train_from_iterator([WORDS] * 10, trainer)
+    tok.add_special_tokens(['<|pad|>', '<|startoftext|>', '<|endoftext|>'])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tok, bos_token='<|startoftext|>',
+                                   eos_token='<|endoftext|>', pad_token=pad)
+    fast.save_pretrained(folder)
+    text = dict(vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                num_attention_heads=4, max_position_embeddings=40, bos_token_id=fast.bos_token_id,
+                eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id) | text
+    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                  image_size=16, patch_size=8)
+    torch.manual_seed(seed)
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=32))
+    with torch.no_grad():  # CLIP's start is so small that all outputs would look alike
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    model.save_pretrained(folder)
+    pre = dict(image_processor_type='CLIPImageProcessor', image_mean=[0.48, 0.46, 0.41],
+               image_std=[0.27, 0.26, 0.28], size=dict(shortest_edge=16))
+    Path(folder, 'preprocessor_config.json').write_text(json.dumps(pre))
+    return str(folder)
+
+
+@pytest.fixture(scope='session')
+def tiny_clip(tmp_path_factory):
+    return make_clip(tmp_path_factory.mktemp('tiny-clip'))
+
+
 def make_clips(folder, seed=0, **counts):
     """A data folder: <split>.jsonl and H.264 clips of 8 frames 32x32, one caption per clip."""
     import av

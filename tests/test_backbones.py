@@ -8,8 +8,11 @@ import ast
 import json
 import math
 import re
+import socket
+import time
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -260,3 +263,35 @@ def test_errors_of_load_are_one_sentence(tmp_path):
     with pytest.raises(ValueError, match="'videochat_flash_qwen', which is not supported") as e:
         backbones.load(str(tmp_path))
     assert 'qwen2_vl' in str(e.value) and '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('offline', [False, True])
+def test_a_hub_id_without_a_network_is_told_at_once(offline, monkeypatch):
+    def no_network(*args, **kw):
+        raise socket.gaierror(-2, 'Name or service not known')
+
+    monkeypatch.setattr(socket, 'getaddrinfo', no_network)
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', offline)
+    # transformers would try again five times, for half a minute
+    monkeypatch.setattr(time, 'sleep', lambda seconds: pytest.fail(f'waits {seconds} s'))
+    with pytest.raises(FileNotFoundError, match="no such folder, and it can't be fetched") as e:
+        backbones.load('nobody/a-model-of-no-such-name')
+    assert '\n' not in str(e.value)
+    assert ('offline mode' if offline else 'service not known') in str(e.value)
+
+
+def test_a_path_is_no_hub_id(monkeypatch):
+    monkeypatch.setattr(socket, 'getaddrinfo', lambda *a, **k: pytest.fail('asks the hub'))
+    with pytest.raises(FileNotFoundError, match='no such folder, and no hub id either'):
+        backbones.load('./models/of/mine')
+
+
+def test_what_the_cache_has_is_not_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(backbones, 'get_hf_file_metadata', lambda *a, **k: asked.append(a))
+    monkeypatch.setattr(backbones, 'try_to_load_from_cache', lambda *a: '/cache/config.json')
+    backbones.ask_hub('nobody/a-model')
+    assert not asked
+    monkeypatch.setattr(backbones, 'try_to_load_from_cache', lambda *a: None)
+    backbones.ask_hub('nobody/a-model')
+    assert len(asked) == 1

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from configurator import configure, read_settings
+import configurator
+from configurator import configure, one_line_errors, read_settings
 
 ROOT = Path(__file__).parents[1]
 
@@ -254,6 +255,43 @@ def test_a_mistake_in_a_config_file(here, text, message):
 def test_a_command_line_value_does_not_hide_a_mistake_in_the_file(here):
     assert "config/toy.py: batch_size expects int" in error("--batch_size=8",
                                                             config="batch_size = '64'")
+
+
+# -----------------------------------------------------------------------------
+# the end of a script that can't go on
+
+def raiser(error):
+    def run():
+        raise error
+    return run
+
+
+def test_ctrl_c_ends_in_one_line_of_the_first_rank_and_130(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["some/script.py"])
+    monkeypatch.setattr(configurator.signal, "signal", lambda *args: None)  # pytest needs its own
+    for rank, says in (("0", "script.py: interrupted\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as e:
+            one_line_errors(raiser(KeyboardInterrupt()))
+        assert e.value.code == 130 and capsys.readouterr().err == says
+
+
+@pytest.mark.parametrize("error, says", [
+    (ValueError("two\nlines"), "script.py: two lines  (NANOTVR_TRACEBACK=1 shows where)"),
+    (OSError(2, "not there"), "script.py: [Errno 2] not there  (NANOTVR_TRACEBACK=1 shows where)"),
+    (SystemExit("command line: no"), "command line: no")])
+def test_other_ranks_let_the_first_speak_and_keep_what_they_have_to_say(monkeypatch, error, says):
+    slept = []
+    monkeypatch.setattr(configurator.time, "sleep", slept.append)
+    monkeypatch.setattr(sys, "argv", ["some/script.py"])
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as e:
+            one_line_errors(raiser(error))
+        assert e.value.code == says and len(slept) == int(rank)
+    with pytest.raises(SystemExit):
+        one_line_errors(raiser(SystemExit(0)))  # --help is no error
+    assert len(slept) == 1 and one_line_errors(lambda: 7) == 7
 
 
 # -----------------------------------------------------------------------------

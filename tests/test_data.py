@@ -173,6 +173,7 @@ def test_annotations_are_text_as_written(tmp_path):
     items = data.load_annotations(path)
     assert [(i.id, i.video, i.captions) for i in items] == [
         ("007", "x/7.mp4", [odd, "b"]), ("1e5", "a.mp4", ["b"])]
+    assert [i.fields for i in items] == [{"extra": [1]}, {}]
 
 
 def test_paragraph_joins_stripped_in_order(tmp_path):
@@ -389,7 +390,7 @@ def test_an_8k_clip_takes_less_than_500_mb(tmp_path):
     encode(tmp_path / "8k.mp4", [base + 10 * i for i in range(5)],
            options={"preset": "ultrafast", "crf": "40"})
     assert not data.decord_is_right(data.scan(str(tmp_path / "8k.mp4")))  # it may need twice that
-    code = ("import sys, resource, av, data\n"
+    code = ("import sys, resource, av, torch, data\n"
             "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
             "before = peak()\n"
             "for _ in range(3): f = data.read_frames(sys.argv[1], 8, size=224)\n"

@@ -131,6 +131,20 @@ def run(out, *more):
          "--test", "5", *more], check=True, capture_output=True, text=True)
 
 
+@pytest.mark.parametrize("argument, says", [
+    ("--train=-1", "prepare.py: --train is -1, the least is 1"),
+    ("--val=0", "prepare.py: --val is 0, the least is 1"),
+    ("--test=-2", "prepare.py: --test is -2, the least is 1"),
+    ("--seed=-1", "prepare.py: --seed is -1, the least is 0"),
+    ("--processes=0", "prepare.py: --processes is 0, the least is 1")])
+def test_a_count_that_makes_no_sense_is_one_line(argument, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["prepare.py", f"--out={tmp_path}", argument])
+    monkeypatch.setattr(prepare, "splits", lambda *args: pytest.fail("went on"))
+    with pytest.raises(SystemExit) as e:
+        prepare.main()
+    assert e.value.code == says and not list(tmp_path.iterdir())
+
+
 def test_two_runs_give_the_same_frames_and_captions_and_a_third_does_nothing(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     run(a)

@@ -6,6 +6,7 @@ python -m pytest tests/test_eval.py -v
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -197,6 +198,55 @@ def test_dual_softmax_makes_no_ties_by_underflow():
 
 
 # -----------------------------------------------------------------------------
+# T2V by a field of the annotations
+
+KINDS = [Item(f"v{i}", f"{i}.mp4", ["x"], f) for i, f in enumerate([
+    dict(kind="base", family=0), dict(kind="order", family=0), dict(kind="base", family=1),
+    dict(kind="single")])]
+S54 = torch.tensor([[.9, .5, .1, .0],   # video 0's: rank 1, above its sibling (video 1)
+                    [.4, .4, .8, .0],   # video 0's: rank 2.5, a tie with it
+                    [.6, .3, .2, .1],   # video 1's: rank 2, under its sibling (video 0)
+                    [.1, .2, .7, .3],   # video 2's: rank 1, no sibling here
+                    [.5, .1, .2, .4]])  # video 3's: rank 2, it has no family at all
+
+
+def test_by_a_field_by_hand():
+    b = E.by_field(S54, [0, 0, 1, 2, 3], KINDS, "kind", "family")
+    assert (b["field"], b["within"], list(b["values"])) == ("kind", "family",
+                                                            ["base", "order", "single"])
+    values = b["values"]
+    assert [v["n_text"] for v in values.values()] == [3, 1, 1]
+    assert [v["t2v"]["R@1"] for v in values.values()] == [pytest.approx(200 / 3), 0, 0]
+    assert values["base"]["t2v"]["MnR"] == pytest.approx((1 + 2.5 + 1) / 3)
+    assert [v["beats"] for v in values.values()] == [{"order": 75}, {"base": 0}, {}]
+    assert "beats" not in E.by_field(S54, [0, 0, 1, 2, 3], KINDS, "kind")["values"]["base"]
+    # two of one value are siblings as well; numbers are fine as values
+    b = E.by_field(S54, [0, 0, 1, 2, 3], KINDS, "family", "kind")["values"]
+    assert list(b) == ["0", "1"] and [v["n_text"] for v in b.values()] == [3, 1]
+    assert b["0"]["beats"] == {"1": 50} and b["1"]["beats"] == {"0": 100}  # the two `base`
+    text = "\n".join(E.by_lines(E.by_field(S54, [0, 0, 1, 2, 3], KINDS, "kind", "family")))
+    assert "kind base (T2V), 3 queries" in text
+    assert "base scores above what shares its family, % (chance 50): order 75.0" in text
+
+
+def test_by_a_field_is_the_whole_result_when_all_share_a_value():
+    items = [Item(f"v{i}", "", ["x"], dict(kind="k")) for i in range(6)]
+    S, owner = scores(12, 6), torch.arange(12) // 2
+    b = E.by_field(S, owner, items, "kind", "kind")["values"]["k"]
+    assert b["t2v"] == E.both_directions(S, S, owner, "best")["t2v"] and b["n_text"] == 12
+    # against all 5 others a rank r means 6 - r wins
+    assert b["beats"]["k"] == pytest.approx(100 * ((6 - E.ranks(S, owner)) / 5).mean().item())
+
+
+def test_a_field_that_is_not_there_or_is_no_word_is_named():
+    with pytest.raises(ValueError, match="has a field 'kid'; .* there are: family, kind"):
+        E.field_values(KINDS, "kid")
+    with pytest.raises(ValueError, match="'events' holds lists"):
+        E.field_values([Item("v", "", ["x"], dict(events=[["a"], ["b"]]))], "events")
+    assert E.field_values(KINDS, "family") == ["0", "0", "1", None]
+
+
+# -----------------------------------------------------------------------------
 # features and scores
 
 @pytest.mark.parametrize("nt, nv, tiles", [(5, 7, (1, 2, 7)), (130, 70, (33, 64, 100))])
@@ -271,13 +321,14 @@ class Clips(torch.utils.data.Dataset):
         return Sample(f"v{i}", None, f, i, "broken" if f is None else None)
 
 
-CFG = SimpleNamespace(data="", video_root="", num_frames=8, sampler="uniform", frame_size=0,
+CFG = SimpleNamespace(data="toy", video_root="", num_frames=8, sampler="uniform", frame_size=0,
                       frame_cache="", on_bad_video="skip", num_workers=0, eval_batch_size=4,
                       video_prompt="v", text_prompt="t")
 
 
-def evaluate(monkeypatch, frames, captions, **how):
-    items = [Item(f"v{i}", f"{i}.mp4", c) for i, c in enumerate(captions)]
+def evaluate(monkeypatch, frames, captions, fields=None, **how):
+    fields = fields or [{}] * len(captions)
+    items = [Item(f"v{i}", f"{i}.mp4", c, f) for i, (c, f) in enumerate(zip(captions, fields))]
     monkeypatch.setattr(E, "Videos", lambda *a, **k: Clips(frames))
     model = Toy().train()
     result = E.evaluate(model, items, CFG, "test", **how)
@@ -307,6 +358,23 @@ def test_result_has_the_documented_keys_and_counts(monkeypatch):
     assert result["SumR"] == 600 and json.loads(json.dumps(result)) == result
 
 
+def test_by_leaves_out_skipped_videos_and_needs_its_field_at_once(monkeypatch):
+    frames = [(1.0, 0.0), None, (0.0, 1.0), (-1.0, 0.0)]
+    captions, kinds = [["1 0"], ["5 5", "6 6"], ["0 1"], ["1 0"]], ["a", "b", "a", "c"]
+    fields = [dict(kind=k, pair=i // 2) for i, k in enumerate(kinds)]
+    result, _ = evaluate(monkeypatch, frames, captions, fields, by="kind", within="pair")
+    values = result["by"]["values"]
+    assert [(k, v["n_text"], v["t2v"]["R@1"]) for k, v in values.items()] == [
+        ("a", 2, 100), ("c", 1, 0)]
+    assert values["a"]["beats"] == {"c": 100} and values["c"]["beats"] == {"a": 0}
+    assert "kind c (T2V), 1 queries" in E.table(result)
+    assert json.loads(json.dumps(result)) == result
+    with pytest.raises(ValueError, match="has a field 'kid'"):
+        evaluate(monkeypatch, [None] * 4, captions, fields, by="kid")
+    with pytest.raises(ValueError, match="within is given without by"):
+        evaluate(monkeypatch, [None] * 4, captions, fields, within="pair")
+
+
 def test_two_videos_with_the_same_caption_tie_and_it_is_encoded_once(monkeypatch):
     frames = [(2.0, 0.0), (1.0, 0.0), (0.0, 1.0)]
     result, model = evaluate(monkeypatch, frames, [["1 0"], [" 1 0 "], ["0 1"]])
@@ -325,7 +393,8 @@ def test_an_unreadable_video_leaves_with_its_captions_and_is_counted(monkeypatch
     assert (result["n_text"], result["n_video"], result["skipped_videos"]) == (3, 3, 1)
     assert result["SumR"] == 600
     assert "3 videos (1 skipped), 3 captions" in E.table(result)
-    with pytest.raises(ValueError, match="not one video of 4 could be read"):
+    with pytest.raises(ValueError, match=r"not one video of the 4 in toy/test.jsonl \(videos in "
+                                         r"toy/videos\) could be read"):
         evaluate(monkeypatch, [None] * 4, captions)
 
 
@@ -467,6 +536,32 @@ def test_a_checkpoint_gives_what_encoding_one_by_one_gives(run, tmp_path, capsys
     assert result["dsl_rows"]["t2v"] == want["t2v"]
     out = capsys.readouterr().out
     assert "T2V)" in out and "T2V+DSL" in out and "slot 3 alone" in out
+
+
+def test_other_settings_have_entries_of_their_own_in_metrics_json(run, tmp_path):
+    out, file = tmp_path / "toy", tmp_path / "toy" / "metrics.json"
+    shutil.copytree(run.out, out, symlinks=True, ignore=shutil.ignore_patterns("metrics.json"))
+
+    def saved(*argv):
+        E.main(settings("--ckpt", str(out), *argv))
+        return json.loads(file.read_text())
+
+    main = saved()["test"]
+    assert list(saved("--num_workers=1", "--eval_batch_size=3")) == ["test"]  # changes no number
+    others = {"val": ["--split=val"], "test num_frames=2": ["--num_frames=2"],
+              "test latest": ["--which=latest"], "test v2t=group": ["--v2t=group"],
+              "val latest v2t=group num_frames=2": ["--split=val", "--which=latest",
+                                                    "--v2t=group", "--num_frames=2"]}
+    for name, argv in others.items():
+        before = json.loads(file.read_text())
+        after = saved(*argv)
+        assert after.keys() - before.keys() == {name}
+        assert {k: after[k] for k in before} == before
+    assert after["test"] == main and after["test num_frames=2"]["num_frames"] == 2
+    # DSL is no other setting: it adds its rows to the entry, the numbers without it stay there
+    with_dsl = saved("--dsl")
+    assert with_dsl.keys() == after.keys()
+    assert {**with_dsl["test"], "dsl": False, "dsl_rows": None} == {**main, "dsl_rows": None}
 
 
 def test_two_processes_give_the_same_bits_as_one(run, tmp_path):

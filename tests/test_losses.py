@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from losses import diversity, gather, gather_ids, hard_negative, info_nce, same_video
+from losses import (diversity, gather, gather_ids, hard_negative, info_nce, prototype_contrast,
+                    same_video, self_distillation)
 
 close = torch.testing.assert_close
 
@@ -207,6 +208,72 @@ def test_one_pair_or_a_rectangle_is_an_error(loss):
         loss(torch.ones(1, 1))
     with pytest.raises(ValueError, match="wants scores of B texts"):
         loss(torch.ones(2, 3))
+
+
+# ---------------------------------------------------------------- PHA-Net
+
+
+def test_prototype_contrast_by_hand():
+    # scale 1, rows: -log(e^1/(e^1+e^0)) = .3133 and -log(e^.5/(e^.2+e^.5)) = .5544; mean .43381.
+    # The columns would give -log(e^1/(e^1+e^.2)) = .3711 and -log(e^.5/(e^0+e^.5)) = .4741
+    S_P = torch.tensor([[1.0, 0.0], [0.2, 0.5]])
+    close(prototype_contrast(S_P, 1.0), torch.tensor(0.433808), rtol=1e-5, atol=0)
+    sigma, P, S_P = 0.01, 4, rand(4, 4, seed=20).double() / 10
+    want = sum(-math.log(math.exp(S_P[i, i] / sigma)
+                         / sum(math.exp(S_P[i, j] / sigma) for j in range(P)))
+               for i in range(P)) / P
+    assert prototype_contrast(S_P, 1 / sigma).item() == pytest.approx(want, rel=1e-5)
+
+
+def loop_kl(first, second, temperature=1.0):
+    """Sum over rows and columns of KL(D_first || D_second), Eq. 10-12 without the mean."""
+    B, total = len(first), 0.0
+    for way in ("rows", "columns"):
+        for i in range(B):
+            p, q = [], []
+            for out, S in ((p, first), (q, second)):
+                line = [S[i][j] if way == "rows" else S[j][i] for j in range(B)]
+                exps = [math.exp(s / temperature) for s in line]
+                out += [e / sum(exps) for e in exps]
+            total += sum(a * math.log(a / b) for a, b in zip(p, q))
+    return total
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@pytest.mark.parametrize("reduction", ["batchmean", "mean"])
+@pytest.mark.parametrize("direction", ["paper", "hbi"])
+def test_self_distillation_matches_the_loop(direction, reduction, temperature):
+    B = 5
+    S = {level: rand(B, B, seed=30 + i) for i, level in enumerate("ILG")}
+    I, L, G = (s.double().tolist() for s in S.values())  # noqa: E741
+    # paper: KL(upper || lower) for I2L, L2G, I2G; hbi: the other way around
+    pairs = [(L, I), (G, L), (G, I)]
+    pairs = pairs if direction == "paper" else [pair[::-1] for pair in pairs]
+    want = sum(loop_kl(*pair, temperature) for pair in pairs)
+    want /= B if reduction == "batchmean" else B * B
+    got = self_distillation(S, direction, reduction, temperature=temperature)
+    assert got.item() == pytest.approx(want, rel=1e-4)
+
+
+def test_self_distillation_of_equal_levels_or_of_one_is_zero():
+    S = rand(4, 4, seed=33)
+    close(self_distillation({"I": S, "L": S.clone()}), torch.tensor(0.0), rtol=0, atol=1e-6)
+    assert self_distillation({"I": S}).item() == 0
+    # a constant on top of all scores changes no distribution
+    close(self_distillation({"I": S, "L": S + 0.3}), torch.tensor(0.0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("direction, moved, still", [("paper", "I", "L"), ("hbi", "L", "I")])
+def test_self_distillation_detaches_the_first_argument(direction, moved, still):
+    S = {level: rand(4, 4, seed=34 + i).requires_grad_() for i, level in enumerate("IL")}
+    value = self_distillation(S, direction, detach=True)
+    close(value, self_distillation(S, direction))  # the number is the same
+    value.backward()
+    assert S[still].grad is None and S[moved].grad.norm() > 0
+    for s in S.values():
+        s.grad = None
+    self_distillation(S, direction).backward()
+    assert all(s.grad.norm() > 0 for s in S.values())
 
 
 # ---------------------------------------------------------------- gather

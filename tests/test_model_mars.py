@@ -242,6 +242,31 @@ def test_every_row_of_table_2_trains_each_of_its_parameters(tiny_qwen2vl, row, e
     assert (logs["div"] == 0) == (model.config.num_slots == 1)
 
 
+NOTHING = dict(lora_r=0, num_slots=1, layer_fusion=False)
+
+
+@pytest.mark.parametrize("layers, settings, learns", [
+    (2, NOTHING, False),
+    (2, dict(NOTHING, learn_gamma=True, aggregation="learnable"), False),
+    (1, dict(NOTHING, layer_fusion=True), False),
+    (2, dict(NOTHING, layer_fusion=True), True),
+    (2, dict(NOTHING, slot_readout="self"), True),
+    (2, dict(NOTHING, num_slots=2), True),
+    (2, dict(NOTHING, lora_r=4), True)])
+def test_a_model_that_cannot_learn_is_refused_and_only_that(tmp_path, layers, settings, learns):
+    model = make(make_qwen2vl(tmp_path, layers=layers), **settings)
+    features = [side["slots"] for side in model(model.collate(samples(2)))]
+    weights = [torch.randn_like(z) for z in features]  # so that unit vectors have a gradient
+    sum((z * w).sum() for z, w in zip(features, weights)).backward()
+    reached = any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    assert reached == learns
+    if learns:
+        model.check_trained()
+    else:
+        with pytest.raises(ValueError, match="nothing that is trained would change an embedding"):
+            model.check_trained()
+
+
 def test_loss_matches_the_losses_on_the_scores(tiny_qwen2vl):
     from losses import hard_negative, info_nce
     g = torch.Generator().manual_seed(0)
@@ -450,6 +475,13 @@ def test_collate_gives_the_sides_that_the_samples_have(tiny_qwen2vl):
     assert list(model.collate(texts)) == ["text"] and list(model.collate(videos)) == ["video"]
     with pytest.raises(ValueError, match="2 of 4 samples have no caption, the first is 'clip0'"):
         model.collate([*videos[:2], *items[2:]])
+
+
+def test_a_sample_that_cannot_be_collated_is_named(tiny_qwen2vl):
+    model, items = make(tiny_qwen2vl), samples()
+    items[2].frames = np.zeros((2, 1, 400, 3), dtype=np.uint8)
+    with pytest.raises(ValueError, match="^clip2: a frame of 400x1 is too thin"):
+        model.collate(items)
 
 
 def test_a_long_caption_is_cut_and_keeps_its_prompt(tiny_qwen2vl):

@@ -37,6 +37,7 @@ from configurator import configure, read_settings
 from conftest import ROOT
 from data import StepSampler
 from model_mars import MARS, MARSConfig
+from model_pha import PHANet, PHAConfig
 
 TRAIN = str(ROOT / 'train.py')
 DROPOUT = 0.2
@@ -94,19 +95,23 @@ def argv(out, data, backbone, **changes):
 
 
 def run(args, strike=None):
-    """A whole run. strike (n, ranks, signal): in the n-th step these ranks send it themselves."""
+    """A whole run. strike (n, ranks, *signals): in the n-th step these ranks send them to
+    themselves."""
     steps = {'n': 0}
 
     def struck(step, *args):
         steps['n'] += 1
         if strike and steps['n'] == strike[0] and int(os.environ.get('RANK', 0)) in strike[1]:
-            os.kill(os.getpid(), strike[2])
+            for number in strike[2:]:
+                os.kill(os.getpid(), number)
         return step(*args)
 
     train.plain_step = partial(struck, train.plain_step)
     train.cached_step = partial(struck, train.cached_step)
     cfg = configure(TRAIN, args, train.SETTINGS)
     train.one_line_errors(lambda: train.main(cfg))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def run_script(args):
@@ -283,6 +288,67 @@ def test_two_processes_compute_the_gradient_of_one(tiny_qwen2vl, tmp_path):
                 assert torch.equal(got[0][again][1][name], got[1][again][1][name])
 
 
+def pha(path):
+    torch.manual_seed(0)
+    config = PHAConfig(backbone=path, block_layers=2, max_words=12, num_frames=2, sigma=0.1,
+                       learn_sigma=True, mask_same_video=True)
+    return PHANet(config, backbones.load(path, dtype=torch.float32))
+
+
+def pha_samples(n):
+    items = samples(n)
+    for s in items:
+        s.frames = s.frames[:2]
+    return items
+
+
+def pha_of_a_rank(path, data, file):
+    """Gradients of a plain and of a cached step, and an evaluation: on W ranks or on one."""
+    rank, world, device = train.init_distributed('cpu')
+    results = {}
+    for chunk_size in (0, 3):
+        model = pha(path)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False) \
+            if world > 1 else model
+        n = 8 // world
+        chunks, ids, _ = train.collate_chunks(pha_samples(8)[n * rank:n * rank + n], model.collate,
+                                              chunk_size)
+        step = train.plain_step if len(chunks) == 1 else train.cached_step
+        loss, _ = step(wrapped, chunks[0] if len(chunks) == 1 else chunks, ids,
+                       contextlib.nullcontext)
+        results[chunk_size] = loss.item(), take_gradients(model)
+    cfg = SimpleNamespace(video_root='', data=data, num_frames=2, sampler='uniform', frame_size=16,
+                          frame_cache='', on_bad_video='raise', num_workers=0, eval_batch_size=3)
+    items = evaluation.load_annotations(os.path.join(data, 'test.jsonl'))
+    results['metrics'] = evaluation.evaluate(pha(path), items, cfg, 'test', device)
+    torch.save(results, f'{file}.{rank}')
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def test_two_processes_train_and_evaluate_pha_as_one(tiny_clip, tiny_data, tmp_path):
+    file = str(tmp_path / 'two')
+    codes = launch(pha_of_a_rank, tiny_clip, tiny_data, file, world=2, output=tmp_path / 'output')
+    assert codes == [0, 0], Path(tmp_path, 'output.0').read_text()
+    two = [torch.load(f'{file}.{rank}') for rank in (0, 1)]
+    assert launch(pha_of_a_rank, tiny_clip, tiny_data, f'{file}.one',
+                  output=tmp_path / 'one') == [0], Path(tmp_path, 'one.0').read_text()
+    one = torch.load(f'{file}.one.0')
+    assert two[0]['metrics'] == two[1]['metrics'] == one['metrics']
+    assert one['metrics']['n_video'] == 10
+    for chunk_size in (0, 3):
+        loss, want = one[0]  # the cached step too is the plain one
+        total = sum(g.square().sum() for g in want.values()).sqrt()
+        assert want['clip.logit_scale'].abs() > 0
+        for rank in (0, 1):
+            got_loss, got = two[rank][chunk_size]
+            assert got_loss == pytest.approx(loss, rel=1e-5) and got.keys() == want.keys()
+            for name in want:
+                error = (got[name] - want[name]).norm()
+                assert error < 1e-5 * want[name].norm() + 1e-7 * total, name
+                assert torch.equal(got[name], two[0][chunk_size][1][name]), name
+
+
 # -----------------------------------------------------------------------------
 # a run, whole and in pieces
 
@@ -323,6 +389,18 @@ def test_a_run_that_is_stopped_and_killed_ends_in_the_same_bits(
     assert [row['step'] for row in lines(ours) if 'SumR' in row] == [4]
 
 
+@pytest.mark.parametrize('number, code, saved', [
+    (signal.SIGTERM, 0, 'step_000002'),  # a scheduler's and torchrun's: the step ends, as with one
+    (signal.SIGINT, -signal.SIGINT, 'step_000000')])  # Ctrl-C by somebody who will not wait
+def test_a_second_sigterm_is_patient_and_a_second_ctrl_c_kills(
+        number, code, saved, tiny_data, tiny_qwen2vl, tmp_path):
+    args = argv(tmp_path / 'run', tiny_data, tiny_qwen2vl)
+    assert launch(run, args, (2, [0], number, number), output=tmp_path / 'output') == [code]
+    assert target(tmp_path / 'run', 'latest') == saved
+    said = (tmp_path / 'output.0').read_text()
+    assert ('stopped by a signal; step 2 is saved' in said) == (code == 0)
+
+
 # -----------------------------------------------------------------------------
 # what a checkpoint holds
 
@@ -340,6 +418,7 @@ def test_a_checkpoint_holds_what_is_trained_and_nothing_else(finished, tiny_qwen
     assert config['settings']['lora_dropout'] == DROPOUT
     assert config['settings']['video_prompt'] == MARSConfig.video_prompt
     assert config['versions']['torch'] == torch.__version__
+    assert config['world'] == 1 and config['precision'] == 'float32'
     # two checkpoints stay: the last one and the best, which is the only validated one, step 4
     assert sorted(p.name for p in finished.iterdir()) == [
         'best', 'config.json', 'latest', 'log.jsonl', 'step_000004', 'step_000006']
@@ -567,6 +646,20 @@ def test_a_folder_that_no_link_names_is_written_anew(trapped):
     assert load(trapped) == (1, None)
 
 
+def test_resuming_refuses_another_precision_and_notes_another_number_of_processes(
+        trapped, capsys):
+    cfg = trapped.cfg
+    trapped.config = json.dumps(checkpoint.describe(cfg, world=2, dtype=torch.bfloat16))
+    save(trapped, Bystander(), 1, None)
+    assert load(trapped) == (1, None) and capsys.readouterr().err == ''
+    trapped.config = json.dumps(checkpoint.describe(cfg, world=3, dtype=torch.bfloat16))
+    assert load(trapped) == (1, None)
+    assert 'note: begun by 2 process(es), resumed by 3' in capsys.readouterr().err
+    trapped.config = json.dumps(checkpoint.describe(cfg, world=2, dtype=torch.float32))
+    with pytest.raises(ValueError, match="settings .precision = 'bfloat16', now 'float32'.: set"):
+        load(trapped)
+
+
 # -----------------------------------------------------------------------------
 # runs that go wrong
 
@@ -661,6 +754,8 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings(
     text = error_of([*args, '--resume', '--learning_rate=0.02'])
     assert 'learning_rate = 0.01, now 0.02' in text and 'lora_r' not in text
     assert 'num_slots = 4, now 2' in error_of([*args, '--resume', '--num_slots=2'])
+    text = error_of([*args, '--resume', '--dtype=bfloat16'])
+    assert "precision = 'float32', now 'bfloat16'" in text
     assert before == sorted((p, p.stat().st_mtime_ns) for p in finished.rglob('*'))
 
 
@@ -702,7 +797,12 @@ def test_a_run_that_was_stopped_before_any_validation_may_end_there(
     (dict(learning_rate=-1), 'learning_rate is -1.0, the least is 0'),
     (dict(learning_rate='nan'), 'learning_rate expects float'),
     (dict(seed=-1), 'seed is -1, the least is 0'),
-    (dict(beta2=1.5), 'beta'),
+    (dict(seed=2 ** 31), 'seed is 2147483648 and must be below 2^31'),
+    (dict(beta1=-0.1), 'beta1 is -0.1 and must be at least 0 and below 1'),
+    (dict(beta2=1), 'beta2 is 1.0 and must be at least 0 and below 1'),
+    (dict(out_dir=''), "out_dir '' is no folder, and can't become one"),
+    (dict(out_dir=TRAIN), "train.py' is no folder, and can't become one"),
+    (dict(lora_r=0, num_slots=1, layer_fusion=False), 'nothing that is trained would change'),
     (dict(dtype='fp16'), "dtype is 'fp16' and must be auto, bfloat16 or float32"),
     (dict(device='gpu'), "device is 'gpu' and must be auto, cpu or cuda"),
     (dict(num_slots=0), 'num_slots must be at least 1'),
@@ -713,6 +813,13 @@ def test_a_wrong_start_is_one_clear_line(changes, says, tiny_data, tiny_qwen2vl,
     changes = {**dict(data=tiny_data, backbone=tiny_qwen2vl), **changes}
     assert says in error_of(argv(tmp_path / 'run', **changes))
     assert not (tmp_path / 'run').exists()
+
+
+def test_a_model_without_anything_to_train_may_be_saved_untrained(
+        tiny_data, tiny_qwen2vl, tmp_path):
+    train_here(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, lora_r=0, num_slots=1,
+                    layer_fusion=False, epochs=0, warmup_epochs=0))
+    assert target(tmp_path / 'run', 'best') == 'step_000000'
 
 
 def test_an_error_in_a_loaders_worker_is_one_line_too(
@@ -756,6 +863,52 @@ def test_help_and_typos_answer_without_torch(script, tmp_path):
     assert "unknown setting 'evil_batch_size', did you mean 'eval_batch_size'?" in p.stderr
 
 
+@pytest.mark.parametrize('script, arguments, says', [
+    ('train.py', ['--seed=-1'], 'seed is -1, the least is 0'),
+    ('train.py', ['--data=nowhere'], 'nowhere/train.jsonl not found'),
+    ('eval.py', ['--ckpt=nowhere'], "--ckpt 'nowhere' is no run folder"),
+    ('eval.py', ['--ckpt={run}', '--split=dev'], 'dev.jsonl not found'),
+    ('eval.py', ['--ckpt={run}', '--data=nowhere'], 'nowhere/test.jsonl not found')])
+def test_wrong_values_and_missing_files_are_told_without_torch(
+        script, arguments, says, tmp_path, finished):
+    (tmp_path / 'torch.py').write_text('raise SystemExit("torch was imported")')
+    p = subprocess.run([sys.executable, ROOT / script, *(a.format(run=finished)
+                                                         for a in arguments)],
+                       capture_output=True, text=True,
+                       env={**os.environ, 'PYTHONPATH': str(tmp_path)})
+    assert p.returncode == 1 and not p.stdout and p.stderr.count('\n') == 1
+    assert p.stderr.startswith(script) and says in p.stderr
+
+
+@pytest.mark.parametrize('script, arguments', [('train.py', ['--data={data}']),
+                                               ('eval.py', ['--ckpt={run}'])])
+def test_ctrl_c_while_torch_is_imported_is_one_line(
+        script, arguments, tmp_path, finished, tiny_data):
+    (tmp_path / 'torch.py').write_text(
+        "import time\ntry:\n    print('importing', flush=True)\n    time.sleep(60)\n"
+        "except BaseException:\n    pass")  # an import that swallows it, as a few do
+    arguments = [a.format(data=tiny_data, run=finished) for a in arguments]
+    with subprocess.Popen([sys.executable, ROOT / script, *arguments], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True,
+                          env={**os.environ, 'PYTHONPATH': str(tmp_path)}) as p:
+        assert p.stdout.readline() == 'importing\n'
+        p.send_signal(signal.SIGINT)
+        assert p.communicate(timeout=30) == ('', f'{script}: interrupted\n')
+    assert p.returncode == 130
+
+
+def torchrun(*args):
+    from torch.distributed.run import main
+    main(['--standalone', '--nproc_per_node=2', *args])
+
+
+@pytest.mark.parametrize('arguments', [['--data=nowhere'], ['--sed=1']])
+def test_what_all_ranks_see_alike_is_said_once(arguments, tmp_path):
+    assert launch(torchrun, TRAIN, *arguments, output=tmp_path / 'output') == [1]
+    said = (tmp_path / 'output.0').read_text()
+    assert said.count('nowhere/train.jsonl not found') + said.count("setting 'sed'") == 1, said
+
+
 # -----------------------------------------------------------------------------
 # schedule and optimizer
 
@@ -775,7 +928,8 @@ def test_lr_by_hand():
 
 def test_optimizer_groups(tiny_qwen2vl):
     model = mars(tiny_qwen2vl)
-    cfg = SimpleNamespace(weight_decay=0.05, learning_rate=1e-3, beta1=0.9, beta2=0.95)
+    cfg = SimpleNamespace(weight_decay=0.05, learning_rate=1e-3, beta1=0.9, beta2=0.95,
+                          adam_eps=1e-8)
     optimizer = train.make_optimizer(model, cfg, torch.device('cpu'))
     names = {id(p): n for n, p in model.named_parameters()}
     groups = {g['weight_decay']: [names[id(p)] for p in g['params']]

@@ -17,6 +17,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -297,6 +298,9 @@ def main():
     parser.add_argument("--seed", type=int, default=1337, help="everything is drawn from it")
     parser.add_argument("--processes", type=int, default=2, help="rendering processes")
     args = parser.parse_args()
+    for name, least in (("train", 1), ("val", 1), ("test", 1), ("seed", 0), ("processes", 1)):
+        if getattr(args, name) < least:
+            sys.exit(f"prepare.py: --{name} is {getattr(args, name)}, the least is {least}")
 
     records = splits(args.seed, args.train, args.val, args.test)
     settings = [args.seed, args.train, args.val, args.test, Path(__file__).read_text()]
@@ -314,7 +318,7 @@ def main():
     done.unlink(missing_ok=True)
     jobs = [(r["events"], [args.seed, 4, k, i], folder / r["video"])
             for k, split in enumerate(records.values()) for i, r in enumerate(split)]
-    with multiprocessing.Pool(max(1, args.processes)) as pool:
+    with multiprocessing.Pool(args.processes) as pool:
         for _ in tqdm(pool.imap_unordered(render_file, jobs, chunksize=8), total=len(jobs),
                       desc="rendering", unit="clip"):
             pass

@@ -47,6 +47,7 @@ class Backbone:
     # {input_ids, attention_mask, mm_token_type_ids [B, L], pixel inputs} -> position_ids, [B, L] or
     # [3, B, L]; padding counts nothing, appended tokens continue the text
     positions: Callable
+    pixel_rows: Callable  # pixel inputs -> [B], how many rows of 'pixel_values...' each video has
 
     @property
     def hidden_size(self):
@@ -60,6 +61,17 @@ class Backbone:
         """Last hidden state [B, L, D], after the final norm; no lm_head, no KV cache."""
         known = {k: v for k, v in inputs.items() if k not in ('append_pos', 'cut', 'labels')}
         return self.decoder(**known, use_cache=False, **kw).last_hidden_state
+
+    def select(self, inputs, rows):
+        """The inputs of some items, rows [b]; what follows from their lengths stays as it is."""
+        out = {}
+        for key, x in inputs.items():
+            if key.startswith('pixel_values'):                 # [rows of all videos, ...]
+                parts = x.split(self.pixel_rows(inputs).tolist())
+                out[key] = torch.cat([parts[i] for i in rows.tolist()])
+            else:                                              # [B, ...], positions [3, B, L] too
+                out[key] = x[:, rows] if key == 'position_ids' and x.dim() == 3 else x[rows]
+        return out
 
     def ids(self, text):
         """Token ids of our own template text, special tokens recognised."""
@@ -266,7 +278,8 @@ def qwen2_vl(path, max_pixels, **kw):
         chat=('<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n'
               '<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n'),
         vision=lambda n: '<|vision_start|>' + '<|video_pad|>' * n + '<|vision_end|>',
-        vision_token='<|video_pad|>', pixels=pixels, positions=positions)
+        vision_token='<|video_pad|>', pixels=pixels, positions=positions,
+        pixel_rows=lambda inputs: inputs['video_grid_thw'].prod(1))
 
 
 def clip(path, max_pixels, **kw):

@@ -22,9 +22,9 @@ lora_r = 128            # LoRA rank (MARS, App. B) where a bench uses LoRA
 num_frames = 16         # frames per video; 16 are 256 vision tokens of the random backbone
 batch = 4               # encode: videos per forward
 demo_batch = 32         # encode: the same for the demo's backbone, which is far smaller
-train_batch = 8         # grad_cache: pairs of the global batch
+train_batch = 8         # grad_cache, slq: pairs of the global batch
 train_frames = 2        # grad_cache: frames per video; few, because a step is several passes
-train_rounds = 3        # grad_cache, matching: rounds
+train_rounds = 3        # grad_cache, matching, slq: rounds
 chunks = (4, 1)         # grad_cache: chunk sizes
 data = 'data/demo'      # loader: its val.jsonl and videos/; backbones/tiny-qwen2-vl for encode
 clips = 50              # loader: how many of them
@@ -58,8 +58,11 @@ import train
 from checkpoint import describe
 from model_mars import MARS, MARSConfig
 from model_pha import PHAConfig, PHANet, dpc_knn, merge
+from model_slq import SLQ, SLQConfig
 
 GOAL = 1.10  # encoding may cost 10% more than the bare backbone, in time and in memory
+SLQ_GOALS = {'faster than plain': 1.8, 'faster than plain with checkpointing': 2.6,
+             'less memory than plain': 4.0}  # of the prefix-cache step, at L about 280 and N = 20
 MIB = 2 ** 20
 
 # -----------------------------------------------------------------------------
@@ -293,6 +296,67 @@ def grad_cache(cfg, device, path, name):
     return {'cases': cases}
 
 
+@with_backbone
+def slq(cfg, device, path, name):
+    """A step of SLQ with the prefix cache against the plain pass over everything."""
+    samples = random_samples(cfg.train_batch, cfg.num_frames)
+    autocast = train.autocast_of(cfg, device)
+    ids = torch.arange(cfg.train_batch, device=device)
+
+    def model(**config):
+        torch.manual_seed(0)
+        config = SLQConfig(num_frames=cfg.num_frames, **config)
+        return SLQ(config, backbones.load(path, dtype=train.torch_dtype(cfg, device))).to(device)
+
+    models = {
+        'plain': model(prefix_cache=False, gradient_checkpointing=False),
+        'plain, checkpointing': model(prefix_cache=False, gradient_checkpointing=True),
+        'prefix cache': model(gradient_checkpointing=False),
+        'prefix cache, checkpointing': model(),  # the model's default settings
+        'the same in chunks of 2': model(content_chunk=2)}
+    batch = train.to_device(models['plain'].collate(samples), device)
+    text = F.normalize(torch.randn(cfg.train_batch, models['plain'].backbone.hidden_size), dim=-1)
+
+    def videos_only(m):
+        with autocast():
+            z = m.encode_video(batch['video'])
+        m.loss({'z': text.to(device)}, z, ids)[0].backward()
+
+    def both_sides(m):
+        train.plain_step(m, batch, ids, autocast)
+
+    N, cases = models['plain'].config.num_queries, []
+    L, L_text = (batch[side]['input_ids'].shape[1] - N for side in ('video', 'text'))
+    for run, what in ((videos_only, f'videos of {L} tokens, {N} queries'),
+                      (both_sides, f'the same and texts of {L_text} tokens')):
+        def variant(m):
+            def step():
+                run(m)
+                m.zero_grad(set_to_none=True)
+            return step
+
+        grads = []
+        for m in models.values():
+            run(m)
+            grads.append(m.queries.grad.clone())
+            m.zero_grad(set_to_none=True)
+        off = max(((g - grads[0]).norm() / grads[0].norm()).item() for g in grads)
+        if not off < (0.1 if autocast.keywords['enabled'] else 1e-3):
+            raise ValueError(f"slq: gradients differ by {off:.1e}, so the comparison is void; run "
+                             "tests/test_model_slq.py")
+        rows = compare({n: variant(m) for n, m in models.items()}, cfg.train_rounds, device)
+        case = f"{name}, batch {cfg.train_batch}, {what}; gradients within {off:.0e}"
+        show(f"slq: {case}", rows)
+        cases.append({'case': case, 'rows': rows})
+        for row in rows[2:] if run is videos_only else ():
+            got = (1 / row['time_ratio'], rows[1]['time_ratio'] / row['time_ratio'],
+                   1 / row['memory_ratio'])
+            print(f"  {row['variant']}: " + ', '.join(
+                f"{x:.2f}x {what} (goal {goal}: {'met' if x >= goal else 'NOT met'})"
+                for x, (what, goal) in zip(got, SLQ_GOALS.items())))
+    return {'goals': SLQ_GOALS, 'cases': cases}
+
+
 def loader(cfg, device):
     """Reading clips: decord, PyAV, and the frame cache, in one process."""
     path, root = os.path.join(cfg.data, 'val.jsonl'), os.path.join(cfg.data, 'videos')
@@ -435,7 +499,7 @@ def clustering(cfg, device):
 
 
 BENCHES = {'encode': encode, 'grad_cache': grad_cache, 'loader': loader, 'matching': matching,
-           'clustering': clustering}
+           'clustering': clustering, 'slq': slq}
 
 # -----------------------------------------------------------------------------
 # the run

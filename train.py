@@ -58,6 +58,7 @@ wandb_project = 'nanotvr'
 MODELS = {
     'mars': ('model_mars.py', 'MARSConfig', 'MARS'),
     'pha': ('model_pha.py', 'PHAConfig', 'PHANet'),
+    'slq': ('model_slq.py', 'SLQConfig', 'SLQ'),
 }
 SETTINGS = {name: (file, config) for name, (file, config, _) in MODELS.items()}
 

@@ -68,6 +68,15 @@ def test_grad_cache_holds_less_with_smaller_chunks(capsys):
     assert on[0]['peak_mib'] < off[0]['peak_mib'], "checkpointing holds less"
 
 
+def test_slq_holds_less_with_the_prefix_cache(capsys):
+    (line,), printed = run(capsys, '--only=slq', '--layers=4', '--train_batch=4', '--num_frames=4')
+    videos, both = rows_of(line)
+    for rows in (videos, both):
+        plain, checkpointed, cache, again, chunks = (r['peak_mib'] for r in rows)
+        assert max(checkpointed, cache, again) < plain / 2 and chunks < plain
+    assert printed.count('faster than plain (goal 1.8') == 3 and 'gradients within' in printed
+
+
 def test_loader_reads_clips_and_says_when_there_are_none(capsys, tmp_path):
     (line,), printed = run(capsys, '--only=loader')
     assert 'prepare.py' in line['skipped'] and 'loader: skipped' in printed

@@ -1025,11 +1025,13 @@ def test_every_config_loads(file):
 
 
 @pytest.mark.parametrize('script, cls', [('train.py', None), ('eval.py', None),
-                                         ('model_mars.py', 'MARSConfig')])
+                                         ('model_mars.py', 'MARSConfig'),
+                                         ('model_slq.py', 'SLQConfig')])
 def test_every_setting_is_read_by_something(script, cls):
     source = '\n'.join(p.read_text(encoding='utf-8') for p in ROOT.glob('*.py'))
     for name in read_settings(str(ROOT / script), cls):
-        assert re.search(rf'\b(cfg|config|args)\.{name}\b', source), f'{name} is a dead setting'
+        read = re.search(rf"\b(cfg|config|args)(\.|, '){name}\b", source)
+        assert read, f'{name} is a dead setting'
 
 
 def test_workers_lost_to_a_stop_end_the_batches_and_others_are_an_error():

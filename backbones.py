@@ -81,6 +81,15 @@ class Backbone:
         """Token ids of a user's text: a caption that spells '<|im_end|>' is just text."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
+    def check_prompt(self, prompt):
+        """ValueError when a prompt spells a token that only a video's own place may hold."""
+        own = set(self.ids(self.vision(1)))
+        for part in re.split(r'<video>|\{caption\}', prompt):
+            for i in self.ids(part) if part else ():
+                if i in own:
+                    raise ValueError(f"prompt {prompt!r} spells {self.tokenizer.decode([i])!r}, a "
+                                     "token of the backbone's own; write <video> for a video")
+
     def collate(self, prompt, captions=None, frames=None, answers=None, n_append=0,
                 max_text_tokens=1024, padding_side='right'):
         """
@@ -97,6 +106,7 @@ class Backbone:
         append_pos [B, n_append]: where the placeholders stand, cut [B]: the caption was cut, and
         with answers labels [B, L].
         """
+        self.check_prompt(prompt)
         pixel_inputs, n_vision = self.pixels(frames) if frames is not None else ({}, None)
         B = len(captions if captions is not None else frames)
         rows, n_prompt, cut = [], [], []
@@ -160,7 +170,8 @@ def load(path, max_pixels=0, dtype=None):
 
     max_pixels  most pixels per frame, which sets a video's LLM tokens; 0: the checkpoint's limit
     dtype       torch dtype of the frozen weights; default bfloat16 on a GPU, float32 on a CPU
-    Raises ValueError for a family we do not have, FileNotFoundError when nothing is there.
+    Raises FileNotFoundError when nothing is there, ValueError for a family we do not have and for a
+    checkpoint of which anything is missing: no weight is ever left as initialised.
     """
     if dtype is None:
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -195,6 +206,45 @@ def ask_hub(path):
         raise FileNotFoundError(
             f"backbone {path!r}: no such folder, and {why}; give a folder as save_pretrained "
             "writes it, or a hub id while online") from None
+
+
+def read_parts(path, model_class, preprocessor_keys, **kw):
+    """
+    (model, tokenizer, what preprocessor_config.json holds) of a checkpoint; ValueError when a part
+    is missing, unreadable or another model's. transformers itself makes up what is missing: random
+    weights, a tokenizer of two tokens.
+    """
+    def part(what, read):
+        try:
+            return read()
+        except Exception as e:  # of json, safetensors, tokenizers, the hub: no base class in common
+            reason = (str(e).strip() or type(e).__name__).splitlines()[0].split('. ')[0].strip(': ')
+            raise ValueError(f"backbone {path!r}: can't read its {what} ({type(e).__name__}: "
+                             f"{reason}); save or download it again") from e
+
+    pre, _ = part('preprocessor_config.json',
+                  lambda: ImageProcessingMixin.get_image_processor_dict(path))
+    lacks = [key for key in preprocessor_keys if key not in pre]
+    if lacks:
+        raise ValueError(f"backbone {path!r}: its preprocessor_config.json has no {lacks[0]!r}; "
+                         "take the file of the original checkpoint")
+    tokenizer = part('tokenizer.json', lambda: transformers.AutoTokenizer.from_pretrained(path))
+    model, info = part('weights', lambda: model_class.from_pretrained(
+        path, output_loading_info=True, ignore_mismatched_sizes=True, **kw))
+    reshaped = [name for name, *_ in info['mismatched_keys']]
+    wrong = [f"{len(names)} tensors are {what}, first {min(names)}" for what, names in
+             (('missing', info['missing_keys']),
+              ('of another shape than config.json says', reshaped)) if names]
+    if wrong:
+        raise ValueError(f"backbone {path!r}: in its weights {'; '.join(wrong)}; they would be "
+                         "random, so save or download the checkpoint again")
+    # a few rows of the embedding may be spare (Qwen2-VL: 151657 of 151936 are used), not most
+    n, rows = len(tokenizer), model.config.get_text_config().vocab_size
+    if not rows / 2 <= n <= rows:
+        raise ValueError(f"backbone {path!r}: its tokenizer knows {n} tokens, its config.json says "
+                         f"{rows}; tokenizer.json (or vocab.json and merges.txt) is missing or of "
+                         "another model")
+    return model, tokenizer, pre
 
 
 # -----------------------------------------------------------------------------
@@ -243,9 +293,9 @@ def patches(frames, h, w, patch, merge, tubelet, mean, std):
 
 def qwen2_vl(path, max_pixels, **kw):
     """Qwen2-VL 2B, 7B: native-resolution ViT, 2 frames per temporal patch, 2x2 merge, M-RoPE."""
-    model = transformers.Qwen2VLForConditionalGeneration.from_pretrained(path, **kw)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    pre, _ = ImageProcessingMixin.get_image_processor_dict(path)
+    model, tokenizer, pre = read_parts(
+        path, transformers.Qwen2VLForConditionalGeneration,
+        ('patch_size', 'merge_size', 'temporal_patch_size', 'image_mean', 'image_std'), **kw)
     size = pre.get('size') or {}
     lo = size.get('shortest_edge') or pre.get('min_pixels') or 56 * 56
     hi = size.get('longest_edge') or pre.get('max_pixels') or 28 * 28 * 1280
@@ -284,13 +334,12 @@ def qwen2_vl(path, max_pixels, **kw):
 
 def clip(path, max_pixels, **kw):
     """CLIP ViT-B/32, B/16, ...: square frames, at most 77 text tokens."""
-    model = transformers.CLIPModel.from_pretrained(path, **kw)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model, tokenizer, pre = read_parts(path, transformers.CLIPModel, ('image_mean', 'image_std'),
+                                       **kw)
     for name in ('bos', 'eos'):  # eos_token_id in the config may be wrong (old files say 2)
         if getattr(tokenizer, f'{name}_token_id') is None:
             raise ValueError(f"backbone {path!r}: its tokenizer has no {name} token, so it is no "
                              "CLIP's")
-    pre, _ = ImageProcessingMixin.get_image_processor_dict(path)
     side = model.config.vision_config.image_size
 
     def pixels(frames):

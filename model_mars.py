@@ -89,6 +89,8 @@ class MARS(nn.Module):
         super().__init__()
         if backbone.family == "clip":
             raise ValueError(f"MARS is built on a multimodal LLM; {backbone.path!r} is a CLIP")
+        for prompt in (config.text_prompt, config.video_prompt):
+            backbone.check_prompt(prompt)  # better now than in a loader, when the run has begun
         self.config, self.backbone = config, backbone
         M, N, D = config.num_slots, backbone.num_layers, backbone.hidden_size
         backbone.model.requires_grad_(False)

@@ -167,6 +167,8 @@ class SLQ(nn.Module):
         super().__init__()
         if backbone.family == "clip":
             raise ValueError(f"SLQ is built on a multimodal LLM; {backbone.path!r} is a CLIP")
+        for prompt in (config.text_prompt, config.video_prompt):
+            backbone.check_prompt(prompt)  # better now than in a loader, when the run has begun
         self.config, self.backbone = config, backbone
         N, D, device = config.num_queries, backbone.hidden_size, backbone.embed.weight.device
         backbone.model.requires_grad_(False)

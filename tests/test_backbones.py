@@ -8,6 +8,7 @@ import ast
 import json
 import math
 import re
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -173,6 +174,14 @@ def test_a_caption_that_spells_a_template_is_plain_text(backbone, word):
     assert text == backbone.chat.format(TEXT).replace('{caption}', caption)
 
 
+@pytest.mark.parametrize('word', ['<|video_pad|>', '<|vision_start|>', '<|vision_end|>'])
+def test_a_prompt_that_spells_a_vision_token_is_an_error(backbone, word):
+    for prompt, content in ((f'{{caption}} {word}', dict(captions=['a'])),
+                            (f'<video>{word} now', dict(frames=clips(2)))):
+        with pytest.raises(ValueError, match=re.escape(f'spells {word!r}') + '.*write <video>'):
+            backbone.collate(prompt, **content)
+
+
 def test_the_template_itself_is_read_with_its_special_tokens(backbone):
     x = backbone.collate(VIDEO, frames=clips(4, 2))
     names = backbone.tokenizer.convert_ids_to_tokens(x['input_ids'][0])
@@ -263,6 +272,41 @@ def test_errors_of_load_are_one_sentence(tmp_path):
     with pytest.raises(ValueError, match="'videochat_flash_qwen', which is not supported") as e:
         backbones.load(str(tmp_path))
     assert 'qwen2_vl' in str(e.value) and '\n' not in str(e.value)
+
+
+def change_weights(change):
+    def of_folder(folder):
+        from safetensors.torch import load_file, save_file
+        tensors = load_file(folder / 'model.safetensors')
+        change(tensors, next(name for name in sorted(tensors) if name.endswith('norm1.bias')))
+        save_file(tensors, folder / 'model.safetensors', metadata={'format': 'pt'})
+    return of_folder
+
+
+def cut_short(name):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:60])
+
+
+@pytest.mark.parametrize('fixture', ['tiny_qwen2vl', 'tiny_clip'])
+@pytest.mark.parametrize('damage, says', [
+    (lambda f: [p.unlink() for p in f.glob('tokenizer*')], r'its tokenizer knows \d tokens'),
+    (lambda f: (f / 'tokenizer.json').unlink(), 'tokenizer.json'),
+    (cut_short('tokenizer.json'), "can't read its tokenizer.json"),
+    (lambda f: (f / 'preprocessor_config.json').unlink(), "can't read its preprocessor_config"),
+    (cut_short('preprocessor_config.json'), "can't read its preprocessor_config.json"),
+    (lambda f: (f / 'preprocessor_config.json').write_text('{}'), 'config.json has no'),
+    (lambda f: (f / 'model.safetensors').unlink(), "can't read its weights .*model.safetensors"),
+    (cut_short('model.safetensors'), "can't read its weights"),
+    (change_weights(lambda t, name: t.pop(name)), r'1 tensors are missing, first \S+norm1.bias;'),
+    (change_weights(lambda t, name: t.update({name: torch.zeros(3)})),
+     r'1 tensors are of another shape than config.json says, first \S+norm1.bias;')])
+def test_a_checkpoint_that_lacks_a_part_is_never_made_up(fixture, damage, says, request, tmp_path):
+    folder = tmp_path / 'damaged'
+    shutil.copytree(request.getfixturevalue(fixture), folder)
+    damage(folder)
+    with pytest.raises(ValueError, match=says) as e:
+        backbones.load(str(folder))
+    assert str(folder) in str(e.value) and '\n' not in str(e.value)
 
 
 @pytest.mark.parametrize('offline', [False, True])

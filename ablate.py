@@ -69,8 +69,8 @@ TABLES = {
 
 import sys
 if __name__ == '__main__':  # before torch is imported, so that --help is instant
-    from configurator import configure
-    args = configure(__file__)
+    from configurator import at_once, configure
+    args = at_once(lambda: configure(__file__))
 
 import json
 import os
@@ -158,9 +158,10 @@ def result_of(folder, settings, split, by='', within=''):
 
 def differences(folder, settings):
     """How the run in this folder differs from `settings`: 'epochs 1, not 2'; '' if it does not."""
-    if not (folder / 'config.json').is_file():
+    file = folder / 'config.json'
+    if not file.is_file():
         return ''
-    there = evaluation.with_defaults(evaluation.read_json(folder / 'config.json')['settings'])
+    there = evaluation.with_defaults(evaluation.run_settings(file), file)
     there, settings = (json.loads(json.dumps(essential(s))) for s in (there, settings))  # no tuples
     return ', '.join(f"{k} {there.get(k)!r}, not {settings.get(k)!r}"
                      for k in sorted(there.keys() | settings.keys())

@@ -32,8 +32,9 @@ pairs = 1000            # matching: texts and videos
 # end of settings
 
 if __name__ == '__main__':  # before torch is imported, so that --help and typos answer at once
-    from configurator import configure
-    cfg = configure(__file__)
+    from configurator import at_once, check_output, configure
+    cfg = at_once(lambda: configure(__file__))
+    at_once(lambda: check_output('json', cfg.json))
 
 import os
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # torch's profiler is silent, before torch loads
@@ -534,6 +535,7 @@ def main(cfg):
     text = ''.join(dumps(line) + '\n' for line in lines)
     print('\n' + text, end='')
     if cfg.json:
+        os.makedirs(os.path.dirname(os.path.abspath(cfg.json)), exist_ok=True)
         with open(cfg.json, 'w', encoding='utf-8') as f:
             f.write(text)
     return lines

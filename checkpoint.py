@@ -123,14 +123,15 @@ def linked(out_dir):
     return {os.path.join(out_dir, os.readlink(link)) for link in links if os.path.islink(link)}
 
 
-def read(path, reader):
-    """reader(path); ValueError naming the file, whatever is wrong with it."""
+def read(path, reader, instead='point latest to another step_* folder, or use another --out_dir'):
+    """reader(path); ValueError naming the file, whatever is wrong with it, and what to do instead
+    of restoring it."""
     try:
         return reader(path)
     except Exception as e:  # those of json, safetensors, zip and pickle share no base class
         reason = (str(e).splitlines() or [''])[0].split('. ')[0]
-        raise ValueError(f"can't read {path} ({type(e).__name__}: {reason}); restore it, point "
-                         "latest to another step_* folder, or use another --out_dir") from None
+        raise ValueError(f"can't read {path} ({type(e).__name__}: {reason}); restore it, "
+                         f"{instead}") from None
 
 
 def read_json(path):

@@ -289,6 +289,21 @@ def configure(path, argv=None, models=None):
     return SimpleNamespace(**values)
 
 
+def check_output(key, path):
+    """ValueError when a file can't be written at `path` (empty: none is): better now than after the
+    work."""
+    if not path:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(folder):              # what isn't there is made
+        folder = os.path.dirname(folder)
+    if os.path.isdir(path):
+        raise ValueError(f"{key} '{path}' is a folder; name a file, as in "
+                         f"{os.path.join(path, key + '.json')}")
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+        raise ValueError(f"{key} '{path}' can't be written, {folder} is no folder one may write to")
+
+
 # -----------------------------------------------------------------------------
 # the end of a script that can't go on: one line
 

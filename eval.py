@@ -16,8 +16,9 @@ split = "test"         # <data>/<split>.jsonl
 v2t = "best"           # V2T with several captions per video: best (own caption that ranks highest
                        # among all captions) or group (captions max-pooled per video)
 dsl = False            # also report dual softmax scores; they see the whole set of queries at once
-# of softmax(S / temperature) in DSL. The papers state none. At 1 the softmax over cosines is so
-# flat that DSL does nothing; 0.02 = 1 / gamma is the temperature MARS is trained with
+# DSL weighs S by softmax(S / dsl_temperature) over the queries. The papers state no value. At 1 the
+# softmax over cosines is so flat that DSL does nothing. 0.02 is 1 / gamma for MARS's default gamma,
+# 50; a run may be trained with another temperature (demo_mars: 1 / 20, PHA-Net: 0.01)
 dsl_temperature = 0.02
 per_slot = False       # also T2V of every slot alone (MARS, Fig. 3)
 by = ""                # also T2V for each value of this field of the annotations (demo: kind)
@@ -47,7 +48,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-from configurator import at_once, configure, one_line_errors
+from configurator import at_once, check_output, configure, convert, one_line_errors, type_name
 
 
 def find_checkpoint(args):
@@ -77,12 +78,25 @@ def read_json(path):
         raise ValueError(f"{path} is no JSON file ({e}); delete it or restore it") from None
 
 
+def run_settings(file):
+    """The settings in a run's config.json, as they stand there."""
+    settings = read_json(file).get("settings")
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file} holds no settings of a run; restore it, or train the run again")
+    for key in ("model", "data"):
+        if not isinstance(settings.get(key), str):
+            raise ValueError(f"{file}: the run's setting {key} is {settings.get(key)!r}, which is "
+                             "no str; restore it, or train the run again")
+    return settings
+
+
 def configured():
     """The settings of the command line, and whether the files they name are there."""
     args = configure(__file__)
     if not args.compare:
         from data import find_annotations  # numpy is imported, torch is not
-        trained = read_json(find_checkpoint(args) / "config.json")["settings"]
+        check_output("json", args.json)
+        trained = run_settings(find_checkpoint(args) / "config.json")
         data = trained["data"] if args.data is None else args.data
         find_annotations(os.path.join(data, f"{args.split}.jsonl"))
     return args
@@ -95,7 +109,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from checkpoint import load_trainable, write_atomic
+from checkpoint import load_trainable, read, write_atomic
 from data import Texts, Videos, load_annotations, make_loader
 
 PROTOCOLS = ("best", "group")      # of V2T, see the setting v2t
@@ -465,24 +479,46 @@ def by_lines(b):
     return out
 
 
+def is_result(r, dsl=False):
+    """Is r a result as `evaluate` makes it, with all that a comparison reads of it?"""
+    try:
+        rows = [r, r["dsl_rows"]] if dsl else [r]
+        numbers = [r["n_text"], r["n_video"], r["num_frames"], r.get("trainable", 0)]
+        numbers += [r["dsl"]["temperature"]] if dsl else []
+        for x in rows:
+            numbers += [x["SumR"], *(x[side][k] for side in ("t2v", "v2t") for k in METRICS[:3])]
+        return {"v2t_protocol", "prompt", "dsl"} <= r.keys() and \
+            all(type(x) in (int, float) for x in numbers)
+    except (KeyError, TypeError, AttributeError):
+        return False
+
+
 def compare_runs(folders, split, dsl=False):
     """One line per run from their metrics.json; refused when galleries or protocols differ."""
-    rows = []
+    folders, rows = [f.strip() for f in folders if f.strip()], []
+    if not folders:
+        raise ValueError("compare names no run folder; separate several with commas")
     for folder in folders:
         file = Path(folder, "metrics.json")
         if not file.is_file():
             raise FileNotFoundError(f"{file} not found: run `python eval.py --ckpt {folder}` first")
-        results = read_json(file)
-        if split not in results or (dsl and not results[split]["dsl"]):
+        r = read_json(file).get(split)
+        again = f"`python eval.py --ckpt {folder} --split {split}{' --dsl' if dsl else ''}`"
+        if r is None or (dsl and is_result(r) and not r["dsl"]):
             raise ValueError(f"{file} has no results on {split!r}{' with DSL' if dsl else ''}: run "
-                             f"`python eval.py --ckpt {folder} --split {split}"
-                             f"{' --dsl' if dsl else ''}` first")
-        if "n_text" not in results[split]:
-            raise ValueError(f"{file} holds no result of eval.py for {split!r}; run it again")
-        rows.append(results[split])
+                             f"{again} first")
+        if not is_result(r, dsl):
+            raise ValueError(f"{file} holds no whole result of eval.py for {split!r}: run {again} "
+                             "again")
+        best = Path(folder, "best")
+        if best.is_symlink() and best.resolve().name != r.get("checkpoint", best.resolve().name):
+            print(f"warning: {file} holds the result of {r['checkpoint']}, and the run's best "
+                  f"checkpoint is {best.resolve().name} now: run {again}", file=sys.stderr)
+        rows.append(r)
     a = rows[0]
     for folder, r in zip(folders, rows):
-        for key in ["n_text", "n_video", "v2t_protocol"] + ["dsl"] * dsl + ["num_frames", "prompt"]:
+        for key in ["data"] * ("data" in a and "data" in r) + [
+                "n_text", "n_video", "v2t_protocol"] + ["dsl"] * dsl + ["num_frames", "prompt"]:
             if key == "prompt" and r.get("model") != a.get("model"):
                 continue                         # another method has other words
             if r[key] != a[key]:
@@ -514,7 +550,7 @@ def load_settings(args, say=print):
     """The run's settings with the command line's over them, the checkpoint's folder, and which of
     the settings given make the result another one than the run's own."""
     step = find_checkpoint(args)
-    settings = with_defaults(read_json(step / "config.json")["settings"])
+    settings = with_defaults(run_settings(step / "config.json"), step / "config.json")
     if args.data is not None and args.video_root is None:
         settings["video_root"] = ""
     other = {}                                   # what makes it another result than the run's own
@@ -524,6 +560,9 @@ def load_settings(args, say=print):
         value = getattr(args, key)
         if value is None or value == settings.get(key):
             continue
+        if key not in settings:
+            raise ValueError(f"{key} is given, and {args.ckpt} is a run of {settings['model']}, "
+                             f"which has no setting {key}; leave it out")
         if key in ("num_frames", "text_prompt", "video_prompt", "paragraph"):
             say(f"warning: {key} is {value!r} here and {settings.get(key)!r} in training; the "
                 "result is not the run's")
@@ -533,16 +572,32 @@ def load_settings(args, say=print):
     return SimpleNamespace(**settings), step, other
 
 
-def with_defaults(settings):
-    """A run older than a setting of today did what that setting's default does."""
+def with_defaults(settings, file="config.json"):
+    """The settings in a run's file, checked. A run older than a setting of today did what that
+    setting's default does."""
     import train
     from configurator import read_settings
     here = Path(train.__file__)
-    known = read_settings(here)
-    if settings.get("model") in train.SETTINGS:
-        file, config = train.SETTINGS[settings["model"]]
-        known |= read_settings(here.parent / file, config)
+    if settings.get("model") not in train.SETTINGS:
+        raise ValueError(f"{file}: model {settings.get('model')!r} is none of "
+                         f"{', '.join(train.SETTINGS)}; restore it, or train the run again")
+    source, config = train.SETTINGS[settings["model"]]
+    known = read_settings(here) | read_settings(here.parent / source, config)
+    for key in settings.keys() & known.keys():
+        try:
+            convert(settings[key], known[key][0])
+        except ValueError:
+            raise ValueError(f"{file}: the run's setting {key} is {settings[key]!r}, which "
+                             f"is no {type_name(known[key][0])}; restore it, or train the run "
+                             "again") from None
     return {**{key: default for key, (_, default, _) in known.items()}, **settings}
+
+
+def load_weights(model, step):
+    """The trained tensors of a checkpoint's folder into the model."""
+    from safetensors.torch import load_file
+    load_trainable(model, read(str(step / "model.safetensors"), load_file,
+                               "or evaluate another checkpoint of the run (--which, --ckpt)"))
 
 
 def save_result(path, result, split=None):
@@ -555,7 +610,6 @@ def save_result(path, result, split=None):
 
 def main(args):
     import train                             # knows the models and the devices
-    from safetensors.torch import load_file
     rank, _, device = train.init_distributed(args.device)
     say = print if rank == 0 else lambda *_: None
     cfg, step, other = load_settings(args, say)
@@ -566,12 +620,13 @@ def main(args):
                          f"{cfg.num_workers} at least 0")
     items = load_annotations(os.path.join(cfg.data, f"{args.split}.jsonl"), cfg.paragraph)
     model = train.build_model(cfg, device)
-    load_trainable(model, load_file(str(step / "model.safetensors")))
+    load_weights(model, step)
     say(f"{step.resolve().name} of {args.ckpt}, {cfg.model}, on {device}")
     result = evaluate(model, items, cfg, args.split, device, train.autocast_of(cfg, device),
                       args.v2t, args.dsl_temperature if args.dsl else None, args.per_slot,
                       args.by, args.within)
     result["checkpoint"] = step.resolve().name
+    result["data"] = os.path.abspath(cfg.data)
     result["trainable"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(table(result))
     if rank == 0:

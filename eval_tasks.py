@@ -39,8 +39,8 @@ mmeb_prompt = "<video>\n{caption}" # of an image with a text; MMEB's texts bring
 font = "DejaVuSans.ttf"            # I2I: font file the captions are drawn with
 # end of settings
 if __name__ == "__main__":         # before torch is imported, so that --help is instant
-    from configurator import configure
-    args = configure(__file__)
+    from configurator import at_once, configure
+    args = at_once(lambda: configure(__file__))
 
 import inspect
 import os
@@ -54,7 +54,6 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import eval as E
-from checkpoint import load_trainable
 from data import BadVideo
 from tasks import LOADERS, MMEB, Entries, load_font
 
@@ -287,7 +286,6 @@ def settings(args, say=print):
 
 def main(args):
     import train                             # knows the models and the devices
-    from safetensors.torch import load_file
     rank, _, device = train.init_distributed(args.device)
     say = print if rank == 0 else lambda *_: None
     run, cfg, step, uses, name = settings(args, say)
@@ -303,7 +301,7 @@ def main(args):
     if not hasattr(model, "collate_prompt"):
         raise ValueError(f"{type(model).__name__} has no collate_prompt: it can't read an image "
                          "and a text together, as these tasks may ask")
-    load_trainable(model, load_file(str(step / "model.safetensors")))
+    E.load_weights(model, step)
     say(f"{step.resolve().name} of {args.ckpt}, {run.model}, on {device}")
     result = {"task": args.task, "split": cfg.split, "model": type(model).__name__,
               "checkpoint": step.resolve().name, "data": os.path.abspath(cfg.data),

@@ -42,8 +42,8 @@ paragraph: bool | None = None      # the same: a video's captions joined to one
 backbone: str | None = None        # where the backbone is now, if it has moved
 # end of settings
 if __name__ == "__main__":         # before torch is imported, so that --help is instant
-    from configurator import configure
-    args = configure(__file__)
+    from configurator import at_once, configure
+    args = at_once(lambda: configure(__file__))
 
 import os
 import textwrap
@@ -59,7 +59,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import eval as evaluation
-from checkpoint import load_trainable
 from data import Item, Sample, load_annotations, read_frames
 
 PICTURES = ("attention", "cmc", "tsne", "examples")
@@ -200,7 +199,6 @@ def gather(args, wanted, explicit):
     """What the pictures in `wanted` need of the run args.ckpt. A picture that the model does not
     have is named and left out of run.has, or an error if it was asked for."""
     import train
-    from safetensors.torch import load_file
     _, _, device = train.init_distributed(args.device)
     cfg, step, other = evaluation.load_settings(args)
     if cfg.eval_batch_size < 1 or cfg.num_workers < 0:
@@ -209,7 +207,7 @@ def gather(args, wanted, explicit):
     items = load_annotations(os.path.join(cfg.data, f"{args.split}.jsonl"), cfg.paragraph)
     given = find_ids(args.ids, items)
     model = train.build_model(cfg, device).eval()
-    load_trainable(model, load_file(str(step / "model.safetensors")))
+    evaluation.load_weights(model, step)
     step = step.resolve().name
     print(f"{step} of {args.ckpt}, {cfg.model}, on {device}", flush=True)
     run = SimpleNamespace(folder=args.ckpt, name=os.path.basename(os.path.abspath(args.ckpt)),

@@ -463,6 +463,43 @@ def test_compare_prints_one_line_per_run_and_refuses_other_galleries(tmp_path, c
         E.compare_runs([a], "val")
     with pytest.raises(FileNotFoundError, match="eval.py --ckpt"):
         E.compare_runs([a, str(tmp_path / "none")], "test")
+    # other data with as many captions; a result older than this key has none to compare
+    c = write("data/c", data="/data/one")
+    E.compare_runs([a, c], "test")
+    with pytest.raises(ValueError, match="data is '/data/one' in .* and '/data/two' in"):
+        E.compare_runs([c, write("data/d", data="/data/two")], "test")
+
+
+def test_compare_takes_spaces_and_a_last_comma(tmp_path):
+    for name in "ab":
+        E.save_result(tmp_path / name / "metrics.json", a_result(), "test")
+    typed = f"{tmp_path}/a, {tmp_path}/b, ".split(",")
+    assert E.compare_runs(typed, "test") == E.compare_runs([f"{tmp_path}/a", f"{tmp_path}/b"],
+                                                           "test")
+    with pytest.raises(ValueError, match="names no run folder"):
+        E.compare_runs([" ", ""], "test")
+
+
+def test_compare_says_when_best_has_moved_on(tmp_path, capsys):
+    run = tmp_path / "run"
+    E.save_result(run / "metrics.json", a_result(checkpoint="step_000001"), "test")
+    for step, says in (("step_000001", ""), ("step_000009", "warning: ")):
+        (run / step).mkdir()
+        (run / "best").unlink(missing_ok=True)
+        (run / "best").symlink_to(step)
+        E.compare_runs([str(run)], "test", dsl=True)
+        err = capsys.readouterr().err
+        assert err.startswith(says) and err.count("\n") == len(says[:1])
+    assert f"metrics.json holds the result of step_000001, and the run's best checkpoint is " \
+           f"step_000009 now: run `python eval.py --ckpt {run} --split test --dsl`" in err
+
+
+@pytest.mark.parametrize("found", [3, [], {"n_text": 20}, a_result(t2v=3), a_result(SumR="x"),
+                                   a_result(dsl_rows=None), a_result(dsl=True)])
+def test_compare_names_a_file_that_holds_no_whole_result(found, tmp_path):
+    E.save_result(tmp_path / "metrics.json", found, "test")
+    with pytest.raises(ValueError, match="metrics.json holds no whole result.*run `python eval.py"):
+        E.compare_runs([str(tmp_path)], "test", dsl=True)
 
 
 def test_a_result_keeps_the_other_splits(tmp_path):
@@ -620,6 +657,55 @@ def test_what_is_missing_is_named_in_one_line(run, tmp_path):
         E.load_settings(settings("--ckpt", str(tmp_path), "--which=latest"))
     with pytest.raises(FileNotFoundError, match="annotations .*tset.jsonl not found"):
         E.main(settings("--ckpt", run.out, "--split=tset"))
+
+
+def change_settings(**values):
+    def change(step):
+        found = json.loads((step / "config.json").read_text())
+        found["settings"].update(values)
+        (step / "config.json").write_text(json.dumps(found))
+    return change
+
+
+def damaged(run, folder, change):
+    shutil.copytree(run.out, folder, symlinks=True)
+    change(folder / "best")
+    return str(folder)
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda step: (step / "config.json").write_text("{}"), "config.json holds no settings of a"),
+    (lambda step: (step / "config.json").write_text("{"), "config.json is no JSON file"),
+    (lambda step: (step / "config.json").write_text('{"settings": []}'), "holds no settings of a"),
+    (change_settings(data=None), "config.json: the run's setting data is None"),
+    (change_settings(model="foo"), "config.json: model 'foo' is none of mars, pha, slq"),
+    (change_settings(num_frames="8"), "setting num_frames is '8', which is no int"),
+    (change_settings(text_prompt=3), "setting text_prompt is 3, which is no str"),
+    (lambda step: os.truncate(step / "model.safetensors", 300), "can't read .*model.safetensors"),
+    (lambda step: os.truncate(step / "model.safetensors", 0), "can't read .*model.safetensors")])
+def test_a_damaged_run_is_one_line_that_names_the_file(run, tmp_path, change, says):
+    import eval_tasks
+    import figures
+    from configurator import configure
+    ckpt = ["--ckpt", damaged(run, tmp_path / "run", change), "--device=cpu"]
+    folder = ROOT / "tests" / "tasks" / "karr"
+    for script, more in ((E, []), (figures, ["--only=cmc"]),
+                         (eval_tasks, ["--task=karr", "--data", str(folder)])):
+        with pytest.raises(ValueError, match=says) as e:
+            script.main(configure(script.__file__, ckpt + more))
+        assert str(tmp_path / "run" / "best") in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_setting_that_the_runs_method_lacks_is_an_error(run, tmp_path):
+    out = damaged(run, tmp_path / "run", change_settings(model="pha"))
+    file = tmp_path / "run" / "best" / "config.json"
+    found = json.loads(file.read_text())
+    for key in ("text_prompt", "video_prompt"):
+        del found["settings"][key]
+    file.write_text(json.dumps(found))
+    E.load_settings(settings("--ckpt", out))
+    with pytest.raises(ValueError, match="is a run of pha, which has no setting text_prompt"):
+        E.load_settings(settings("--ckpt", out, "--text_prompt=hello"))
 
 
 def test_a_run_older_than_a_setting_has_its_default():

@@ -868,6 +868,9 @@ def test_help_and_typos_answer_without_torch(script, tmp_path):
     ('train.py', ['--data=nowhere'], 'nowhere/train.jsonl not found'),
     ('eval.py', ['--ckpt=nowhere'], "--ckpt 'nowhere' is no run folder"),
     ('eval.py', ['--ckpt={run}', '--split=dev'], 'dev.jsonl not found'),
+    ('eval.py', ['--ckpt={run}', '--json={run}'], 'is a folder; name a file, as in '),
+    ('eval.py', ['--ckpt={run}', '--json={run}/config.json/r.json'], 'config.json is no folder'),
+    ('bench.py', ['--json={run}'], 'is a folder; name a file, as in '),
     ('eval.py', ['--ckpt={run}', '--data=nowhere'], 'nowhere/test.jsonl not found')])
 def test_wrong_values_and_missing_files_are_told_without_torch(
         script, arguments, says, tmp_path, finished):
@@ -880,8 +883,9 @@ def test_wrong_values_and_missing_files_are_told_without_torch(
     assert p.stderr.startswith(script) and says in p.stderr
 
 
-@pytest.mark.parametrize('script, arguments', [('train.py', ['--data={data}']),
-                                               ('eval.py', ['--ckpt={run}'])])
+@pytest.mark.parametrize('script, arguments', [
+    ('train.py', ['--data={data}']), ('eval.py', ['--ckpt={run}']), ('eval_tasks.py', []),
+    ('figures.py', []), ('ablate.py', []), ('bench.py', [])])
 def test_ctrl_c_while_torch_is_imported_is_one_line(
         script, arguments, tmp_path, finished, tiny_data):
     (tmp_path / 'torch.py').write_text(

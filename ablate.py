@@ -151,7 +151,13 @@ def result_of(folder, settings, split, by='', within=''):
     if not (folder / 'metrics.json').is_file() or differences(folder, settings):
         return None
     result = evaluation.read_json(folder / 'metrics.json').get(split)
-    if result and by and [result.get('by', {}).get(k) for k in ('field', 'within')] != [by, within]:
+    try:
+        whole = all(isinstance(result[side][k], (int, float)) for side, k in RECALLS)
+    except (KeyError, TypeError):
+        whole = False
+    if not whole:                        # of an evaluation that is missing or damaged: run it again
+        return None
+    if by and [result.get('by', {}).get(k) for k in ('field', 'within')] != [by, within]:
         return None
     return result
 

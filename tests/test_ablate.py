@@ -214,11 +214,15 @@ def test_a_result_counts_only_with_its_settings_split_and_breakdown(here):
     folder.mkdir()
     assert ablate.result_of(folder, settings, 'test') is None
     by = dict(field='kind', within='family')
-    (folder / 'metrics.json').write_text(json.dumps({'test': {'SumR': 1, 'by': by}}))
+    side = {'R@1': 1, 'R@5': 2, 'R@10': 3}
+    result = {'t2v': side, 'v2t': side, 'SumR': 1, 'by': by}
+    (folder / 'metrics.json').write_text(json.dumps({'test': result, 'val': {'SumR': 3},
+                                                     'train': 3}))
     whole = vars(configure(str(ROOT / 'train.py'), runs['default'][0], ablate.SETTINGS))
     (folder / 'config.json').write_text(json.dumps({'settings': whole}))
     assert ablate.result_of(folder, settings, 'test')['SumR'] == 1
-    assert ablate.result_of(folder, settings, 'val') is None
+    for split in ('val', 'train', 'else'):  # two damaged ones, and one that isn't there
+        assert ablate.result_of(folder, settings, split) is None
     assert ablate.result_of(folder, settings, 'test', 'kind', 'family')['SumR'] == 1
     assert ablate.result_of(folder, settings, 'test', 'kind') is None
     assert ablate.result_of(folder, {**settings, 'sigma': 0.5}, 'test') is None

@@ -59,7 +59,7 @@ class PHAConfig:
     # Choice: "position embeddings are omitted for brevity" (Sec. 3.2) is said of the first block;
     # the second is "similar", and with cluster_order=time its phrases have an order
     local_positions: bool = True
-    # CLIP's positions are some 50 times smaller than its features: order in time is hardly seen.
+    # The demo's CLIP has positions 60 times smaller than its features: order is hardly seen.
     # Above 0 they start as N(0, position_std) instead; 1 is about the features' size
     position_std: float = 0.0
     cluster_order: str = "time"  # of merged tokens: time (of the centers) | score (HBI)

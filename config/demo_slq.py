@@ -1,0 +1,22 @@
+# SLQ on the demo: a tiny pretrained Qwen2-VL and 3,000 rendered clips, for two CPU cores
+# no row of the paper corresponds to this; results and times stand in the README
+# $ python data/demo/prepare.py && python train.py config/demo_slq.py
+
+out_dir = 'out/demo_slq'
+model = 'slq'
+backbone = 'data/demo/backbones/tiny-qwen2-vl'
+data = 'data/demo'
+frame_cache = 'data/demo/.frames'
+num_frames = 8  # as in pretraining: each of a clip's two events gets 4
+frame_size = 48  # what the backbone looks at, so frames are resized once, before the cache
+num_workers = 1
+
+batch_size = 64  # 6,000 pairs, 2 captions a clip: 93 steps per epoch
+eval_batch_size = 100
+epochs = 1
+warmup_epochs = 0.1
+learning_rate = 2e-2
+weight_decay = 0
+video_prompt = '<video>\nSummarize above video in one word:'  # as in pretraining
+text_prompt = '{caption}\nSummarize above sentence in one word:'
+gradient_checkpointing = False  # time is short here, memory is not

@@ -1,0 +1,12 @@
+# the LLM fine-tuned in full, embedding from the last token: Table 3's third row
+# everything as in demo_slq.py but for the tuning and its rate
+# $ python data/demo/prepare.py && python train.py config/demo_slq_full.py
+
+import os
+
+exec(open(os.path.join(os.path.dirname(__file__), 'demo_slq.py')).read())
+
+out_dir = 'out/demo_slq_full'
+tuning = 'full'
+extraction = 'last'
+learning_rate = 1e-3

@@ -1,0 +1,13 @@
+# LoRA on every linear of the LLM, embedding from the last token: SLQ's strongest baseline (Table 3)
+# everything as in demo_slq.py but for the tuning and its rate
+# $ python data/demo/prepare.py && python train.py config/demo_slq_lora.py
+
+import os
+
+exec(open(os.path.join(os.path.dirname(__file__), 'demo_slq.py')).read())
+
+out_dir = 'out/demo_slq_lora'
+tuning = 'lora'
+extraction = 'last'
+lora_dropout = 0  # a quarter of a step's time on a CPU
+learning_rate = 4e-3

@@ -98,8 +98,8 @@ def reads_attention(module, seen):
 
 def no_attention(model):
     """None, or why a model has no picture of its prototypes' attention."""
-    head = getattr(model, "head", {})
-    if "block_I" not in head:
+    head = getattr(model, "head", None)                   # SLQ's may be a linear layer, or None
+    if not isinstance(head, torch.nn.ModuleDict) or "block_I" not in head:
         return f"{type(model).__name__} has no prototypes here, they are PHA-Net's"
     if not len(head["block_I"]) or not model.config.individual_prototypes:
         return "this run was trained without individual prototypes or their block"

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,8 +36,8 @@ def settings(**given):
 def make_run(folder, data, **given):
     """A run folder as train.py leaves it, with weights as they were initialised."""
     base = {k: d for k, (_, d, _) in read_settings(os.path.join(ROOT, "train.py")).items()}
-    own = {k: d for k, (_, d, _) in
-           read_settings(os.path.join(ROOT, "model_pha.py"), "PHAConfig").items()}
+    file, config = train.SETTINGS[given.get("model", "pha")]
+    own = {k: d for k, (_, d, _) in read_settings(os.path.join(ROOT, file), config).items()}
     cfg = type(settings())(**{**base, **own, "model": "pha", "backbone": CLIP, "data": data,
                               "num_frames": 4, "max_words": 16, "block_layers": 2,
                               "num_workers": 0, "device": "cpu", **given})
@@ -192,6 +193,17 @@ def test_the_dot_product_of_slots_side_by_side_is_the_score_of_mars():
     a, b = (figures.one_vector({"slots": x}) for x in (text, video))
     torch.testing.assert_close(a @ b.T, S)
     torch.testing.assert_close(a.norm(dim=1), torch.ones(4))
+
+
+def test_slq_has_geometry_and_examples(tiny_qwen2vl, tiny_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(figures.matplotlib.rcParams, "savefig.dpi", 40)
+    run = make_run(tmp_path / "slq", tiny_data, model="slq", backbone=tiny_qwen2vl)
+    figures.main(settings(ckpt=run, samples=1, only="geometry,examples"))
+    assert wrote(run) == {"geometry_test.png", "examples_t2v_test.png", "examples_v2t_test.png"}
+    assert "attention" not in capsys.readouterr().out
+    for head in (None, torch.nn.Linear(2, 2)):
+        model = SimpleNamespace(head=head)
+        assert figures.no_attention(model).startswith("SimpleNamespace has no prototypes")
 
 
 def test_the_geometry_of_two_runs_is_printed_and_drawn(runs, capsys, monkeypatch):

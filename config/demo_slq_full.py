@@ -9,4 +9,4 @@ exec(open(os.path.join(os.path.dirname(__file__), 'demo_slq.py')).read())
 out_dir = 'out/demo_slq_full'
 tuning = 'full'
 extraction = 'last'
-learning_rate = 1e-3
+learning_rate = 3e-3

@@ -369,10 +369,10 @@ def encode_split(model, items, cfg, split, **how):
     # batches of captions of about the same length waste little on padding
     order = sorted(first.values(), key=lambda i: (len(texts.captions[i]), i))
     text, read, cut = encode(model, "text", texts, order, **how)
-    rows = {i: n for n, i in enumerate(read)}
+    row_of = {i: n for n, i in enumerate(read)}       # caption's first index -> row of `text`
     source = [first[texts.captions[i].strip()] for i in ours]
     owner = torch.tensor([place[texts.owner[i]] for i in ours])
-    row = torch.tensor([rows[i] for i in source])
+    row = torch.tensor([row_of[i] for i in source])
     cut = set(cut)
     return text, row, owner, video, kept, sum(i in cut for i in source)
 

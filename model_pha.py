@@ -57,7 +57,7 @@ class PHAConfig:
     block_layers: int = 4  # (Sec. 4.1)
     block_init: str = "clip"  # clip: CLIP's first text layers, as HBI | random (unstated)
     # Choice: "position embeddings are omitted for brevity" (Sec. 3.2) is said of the first block;
-    # the second is "similar", and its phrases stand in the order of time
+    # the second is "similar", and with cluster_order=time its phrases have an order
     local_positions: bool = True
     cluster_order: str = "time"  # of merged tokens: time (of the centers) | score (HBI)
     num_phrases: int = 6  # N_p (Table 10)
@@ -165,7 +165,7 @@ def dpc_knn(x, mask, M, K=3, order="score"):
 
 
 def by_sklearn(fit):
-    """fit: one item's tokens [n, D] -> labels [n] (-1: outlier); called as dpc_knn is."""
+    """fit: one item's tokens [n, D] -> labels [n] (-1: outlier). Called as dpc_knn; no centers."""
     @torch.no_grad()
     def cluster(x, mask, M, K=3, order="score"):
         assign = torch.full(mask.shape, -1)
@@ -321,7 +321,7 @@ class TokenMerge(nn.Module):
         if self.cross is None:
             return merged, full
         if self.attention == "prototype" and P:
-            query = x[:, -P:].mean(1, keepdim=True)  # [B, 1, D]
+            query = x[:, -P:].mean(1, keepdim=True)  # [B, 1, D]; its M repeats would all give out
             out = self.cross(query, merged, torch.zeros_like(full, dtype=torch.float32)
                              .masked_fill(~full, -math.inf))  # [B, 1, D], Eq. 7
         else:
@@ -348,6 +348,11 @@ def wti(t, gamma_t, v, gamma_v):
         to_video = (gamma_t.float()[:, :, None] * X.amax(2)).sum(1)  # [A, B]
         to_text = (gamma_v.float().T[None] * X.amax(1)).sum(1)  # [A, B]
         return (to_video + to_text) / 2
+
+
+def _of_side(parts, side):
+    # Table 4: what both modalities share stands under "both", else each has its own
+    return parts["both" if "both" in parts else side]
 
 
 class PHANet(nn.Module):
@@ -523,13 +528,12 @@ class PHANet(nn.Module):
         # Eq. 4: concatenate the prototypes, run the block. Padding comes out as zeros, so that the
         # convolution of a merge module sees the same behind a caption's end as behind a clip's
         if P:
-            p = self.head[f"prototypes_{level}"]
-            p = p["both" if "both" in p else side].to(x.dtype)
+            p = _of_side(self.head[f"prototypes_{level}"], side).to(x.dtype)
             x = torch.cat([x, p.expand(len(x), -1, -1)], 1)  # [B, N + P, D]
             mask = F.pad(mask, (0, P), value=True)
         block = self.head[f"block_{level}"]
         if len(block):
-            x = block["both" if "both" in block else side](x, mask)
+            x = _of_side(block, side)(x, mask)
         return x * mask[..., None], mask
 
     def _level(self, level, side, x, mask):
@@ -577,14 +581,16 @@ class PHANet(nn.Module):
         return S
 
     def _trim(self, text):
-        # Cut the padding that a whole block has. Prototypes go to the front: what is cut is the
-        # end of every sum, all zeros, and no bit of a score changes. Where a cut text still counts
-        # padding as similarity zero, one padded place is kept for it
+        # Cut the padding that all texts of a block have. A text is N words, then P prototypes; with
+        # the prototypes moved to the front, what is cut are the last terms of Eq. 3's sum. Their
+        # weight is zero, so no bit of a score changes. One padded place stays for the maximum: with
+        # padding="zero" it counts as similarity zero. N = 32, P = 3, longest text 11: 3 + 11 + 1
         if "I" not in text:
             return text
         P = self.config.individual_prototypes
         N = text["I"].shape[1] - P
-        n = min(N, int(text["I_mask"].sum(1).max()) - P + 1)  # the block's longest text, and one
+        longest = int(text["I_mask"].sum(1).max()) - P  # words
+        n = min(N, longest + 1)
         keep = [*range(N, N + P), *range(n)]
         return text | {k: text[k][:, keep] for k in ("I", "I_gamma", "I_mask")}
 

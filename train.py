@@ -54,7 +54,7 @@ wandb = False            # also log to Weights & Biases, which is imported only 
 wandb_project = 'nanotvr'
 # end of settings
 
-# a method is a file with a dataclass of settings and a class; a fourth one is a fourth line
+# a method is a file with a dataclass of settings and a class; one more is one more line
 MODELS = {
     'mars': ('model_mars.py', 'MARSConfig', 'MARS'),
     'pha': ('model_pha.py', 'PHAConfig', 'PHANet'),
@@ -273,7 +273,7 @@ def cached_step(model, chunks, ids, autocast):
         surrogate = sum((side[k] * g[k][i]).sum()
                         for side, g in zip(features, (text_grads, video_grads))
                         for k in side if g[k] is not None)
-        if last:
+        if last:  # what the loss itself sends to parameters, in the one backward that DDP watches
             surrogate = surrogate + sum((p * g).sum() for p, g in direct)
         surrogate.backward()
     return loss.detach(), logs

@@ -59,6 +59,9 @@ class PHAConfig:
     # Choice: "position embeddings are omitted for brevity" (Sec. 3.2) is said of the first block;
     # the second is "similar", and with cluster_order=time its phrases have an order
     local_positions: bool = True
+    # The demo's CLIP has positions 60 times smaller than its features: order is hardly seen.
+    # Above 0 they start as N(0, position_std) instead; 1 is about the features' size
+    position_std: float = 0.0
     cluster_order: str = "time"  # of merged tokens: time (of the centers) | score (HBI)
     num_phrases: int = 6  # N_p (Table 10)
     num_clips: int = 6  # N_c
@@ -94,7 +97,7 @@ class PHAConfig:
                                  f"got {getattr(self, key)!r}")
         least = dict(num_frames=1, max_words=3, alpha=0, beta=0, lambda_dl=0, mu_pcl=0,
                      individual_prototypes=0, local_prototypes=0, block_layers=1, num_phrases=1,
-                     num_clips=1, knn=1, clip_lr_scale=0)
+                     num_clips=1, knn=1, clip_lr_scale=0, position_std=0)
         for key, low in least.items():
             if not low <= getattr(self, key) < math.inf:
                 raise ValueError(f"{key} must be at least {low}; got {getattr(self, key)}")
@@ -238,7 +241,7 @@ def weight_mlp(D):
 class Block(nn.Module):
     """Some CLIP-style layers over tokens and prototypes, with positions and a residual (HBI)."""
 
-    def __init__(self, text_model, D, n_layers, init, positions=True):
+    def __init__(self, text_model, D, n_layers, init, positions=True, position_std=0.0):
         super().__init__()
         config = copy.deepcopy(text_model.config)
         config.hidden_size = D
@@ -247,15 +250,16 @@ class Block(nn.Module):
         table = text_model.embeddings.position_embedding.weight  # [77, D_text]
         self.positions = None
         if positions:
-            self.positions = nn.Parameter(0.01 * torch.randn(len(table), D, device=table.device))
+            start = (position_std or 0.01) * torch.randn(len(table), D, device=table.device)
+            self.positions = nn.Parameter(start)
         if init == "clip":
             if table.shape[1] != D or n_layers > len(given):
                 raise ValueError("PHA-Net: block_init 'clip' wants a text tower as wide as the "
                                  f"projection, {D}, and at least {n_layers} layers; this one has "
                                  f"{table.shape[1]} and {len(given)}; use block_init='random'")
-            for layer, start in zip(self.layers, given):
-                layer.load_state_dict(start.state_dict())
-            if positions:
+            for layer, trained in zip(self.layers, given):
+                layer.load_state_dict(trained.state_dict())
+            if positions and not position_std:
                 self.positions.data.copy_(table.detach())
 
     def forward(self, x, mask):
@@ -408,7 +412,7 @@ class PHANet(nn.Module):
 
         def block(wanted, share, positions=True):
             make = lambda: Block(text_model, D, cfg.block_layers, cfg.block_init,  # noqa: E731
-                                 positions)
+                                 positions, cfg.position_std)
             return nn.ModuleDict(each(make, share) if wanted else {})
 
         def merges(M_text, M_video, attention):

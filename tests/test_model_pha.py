@@ -774,6 +774,15 @@ def real_size(**settings):
     return PHANet(PHAConfig(**settings), backbone)
 
 
+def test_positions_start_as_clips_or_of_a_chosen_size(tiny_clip):
+    table = backbones.load(tiny_clip).model.text_model.embeddings.position_embedding.weight
+    for std in (0.0, 2.0):
+        model = make(tiny_clip, position_std=std)
+        p = model.head["block_I"]["both"].positions.detach()
+        assert torch.equal(p, table) == (std == 0)
+        assert std == 0 or 1.6 < p.std() < 2.4
+
+
 def test_parameter_counts_at_the_papers_size():
     for positions, tables in ((False, 1), (True, 2)):
         model = real_size(local_positions=positions)

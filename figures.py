@@ -9,14 +9,16 @@ Pictures from a run folder, as PNG files in <run>/figures/: what a paper shows b
     cmc        share of queries answered within rank 1 .. 50, of several runs   (PHA-Net, Fig. 8)
     tsne       words and frames, phrases and clips, in the plane                (PHA-Net, Fig. 7)
     examples   what is retrieved, both ways, with its frames                    (PHA-Net, Fig. 5-6)
+    geometry   principal components; modality gap, alignment, uniformity (SLQ, Fig. 6 and Table 4)
 
 run folder --eval.encode_split--> Features --model.similarity--> S [Nt, Nv] --> cmc, examples
+                                           --one_vector--> [n, D] --> geometry, also printed
 """
 ckpt = ""              # run folder (out/demo_pha), or one step folder inside it
 which = "best"         # checkpoint of the run: best (by the validation split) or latest
 split = "test"         # <data>/<split>.jsonl
 only = ""              # comma-separated pictures; empty: all that the model has
-compare = ""           # comma-separated further runs, for cmc and tsne
+compare = ""           # comma-separated further runs, for cmc, tsne and geometry
 v2t = "best"           # of cmc: best or group, see eval.py
 ids = ""               # comma-separated ids for attention and examples; empty: drawn by chance
 samples = 4            # as many are drawn
@@ -61,7 +63,7 @@ from matplotlib.patches import Rectangle
 import eval as evaluation
 from data import Item, Sample, load_annotations, read_frames
 
-PICTURES = ("attention", "cmc", "tsne", "examples")
+PICTURES = ("attention", "cmc", "tsne", "examples", "geometry")
 # text as it is: a "$" in a caption starts no formula
 matplotlib.rcParams.update({"font.size": 7.5, "text.parse_math": False, "axes.linewidth": 0.6,
                             "axes.titlesize": 8, "legend.fontsize": 7, "savefig.dpi": 200})
@@ -95,8 +97,8 @@ def reads_attention(module, seen):
 
 def no_attention(model):
     """None, or why a model has no picture of its prototypes' attention."""
-    head = getattr(model, "head", {})
-    if "block_I" not in head:
+    head = getattr(model, "head", None)                   # SLQ's may be a linear layer, or None
+    if not isinstance(head, torch.nn.ModuleDict) or "block_I" not in head:
         return f"{type(model).__name__} has no prototypes here, they are PHA-Net's"
     if not len(head["block_I"]) or not model.config.individual_prototypes:
         return "this run was trained without individual prototypes or their block"
@@ -173,6 +175,48 @@ def plane(text, video, seed):
     return points[:len(text)], points[len(text):]
 
 
+def no_vector(model):
+    """None, or why an item of this model is not one vector whose dot products are the scores."""
+    if getattr(model.config, "aggregation", "uniform") != "uniform":
+        return f"with aggregation={model.config.aggregation} its scores are no dot products"
+    if set(getattr(model, "levels", "G")) != {"G"}:
+        return f"an item of {type(model).__name__} is many vectors here"
+    return None
+
+
+def one_vector(features):
+    """Unit vectors [n, D]; MARS's M slots side by side, so that a dot product is Eq. 3's score."""
+    (x,) = (features[k] for k in ("z", "G", "slots") if k in features)
+    return x if x.dim() == 2 else x.flatten(1) / x.shape[1] ** 0.5
+
+
+def geometry(text, video, owner):
+    """
+    Table 4 of SLQ, from unit vectors text [Nt, D], video [Nv, D]; owner [Nt]: each text's video.
+
+    gap         distance of the two centroids
+    alignment   mean |t - v|^2 over the pairs of a text and its own video
+    uniformity  log of the mean of exp(-2 |x - y|^2) over pairs of different items of one modality
+    """
+    def uniformity(x):
+        return torch.pdist(x).pow(2).mul(-2).exp().mean().log().item()
+
+    text, video = text.double(), video.double()
+    return {"gap": (text.mean(0) - video.mean(0)).norm().item(),
+            "alignment": (text - video[owner]).pow(2).sum(1).mean().item(),
+            "uniformity, text": uniformity(text), "uniformity, video": uniformity(video)}
+
+
+def components(text, video):
+    """The first two principal components of both clouds together: [Nt, 2], [Nv, 2], their shares
+    of the variance [2]."""
+    x = torch.cat([text, video]).double()
+    x = x - x.mean(0)
+    _, sigma, axes = torch.linalg.svd(x, full_matrices=False)
+    points = (x @ axes[:2].T).numpy()
+    return points[:len(text)], points[len(text):], (sigma.pow(2) / sigma.pow(2).sum())[:2].tolist()
+
+
 def choose(pool, n, seed):
     """n of the pool's indices by chance, in order."""
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))
@@ -214,7 +258,8 @@ def gather(args, wanted, explicit):
                           step=step, cfg=cfg, items=items, given=given, has=set(wanted))
     run.note = "".join(f", {k}={v}" for k, v in [("which", args.which)] * (args.which != "best") +
                        [*other.items()] if k not in ("backbone", "video_root"))
-    for picture, why in (("attention", no_attention(model)), ("tsne", no_tokens(model))):
+    for picture, why in (("attention", no_attention(model)), ("tsne", no_tokens(model)),
+                         ("geometry", no_vector(model))):
         if why and picture in wanted:
             if explicit:
                 raise ValueError(f"{picture} of {args.ckpt}: {why}")
@@ -222,11 +267,15 @@ def gather(args, wanted, explicit):
             run.has.remove(picture)
 
     how = dict(device=device, autocast=train.autocast_of(cfg, device))
-    if run.has & {"cmc", "examples"}:
+    if run.has & {"cmc", "examples", "geometry"}:
         text, row, run.owner, video, run.kept, _ = evaluation.encode_split(
             model, items, cfg, args.split, **how)
-        run.S = evaluation.similarity(model.similarity, text, video, device=device)[row]  # [Nt, Nv]
         run.captions = [c for v in run.kept for c in items[v].captions]                   # [Nt]
+    if "geometry" in run.has:
+        run.vectors = one_vector(text)[row], one_vector(video)                # [Nt, D], [Nv, D]
+        run.geometry = geometry(*run.vectors, run.owner)
+    if run.has & {"cmc", "examples"}:
+        run.S = evaluation.similarity(model.similarity, text, video, device=device)[row]  # [Nt, Nv]
         run.t2v, run.v2t = evaluation.both_ranks(run.S, run.S, run.owner, args.v2t)
     if "tsne" in run.has:
         chosen = [items[i] for i in choose(range(len(items)), args.tsne_pairs, args.seed)]
@@ -452,6 +501,48 @@ def cloud(fig, x, y, side, tokens, level, seed):
           f"{100 * mixed:.0f}%)", color="0.3", fontsize=6.5)
 
 
+def draw_geometry(runs, args):
+    """Fig. 6 of SLQ: a panel per run, each on the first two components of its own points, and what
+    Table 4 says of it below."""
+    columns = min(3, len(runs))
+    side, gap = min(2.6, (WIDTH - 0.3) / columns - 0.25), 0.25
+    fig = page(0.45 + -(-len(runs) // columns) * (side + 1.0))
+    write(fig, 0.1, 0.08, f"Principal components of captions and clips, split {args.split}; "
+          "crosses are the centroids", weight="bold")
+    for i, run in enumerate(runs):
+        x, y = 0.2 + i % columns * (side + gap), 0.5 + i // columns * (side + 1.0)
+        text, video, shares = components(*run.vectors)
+        write(fig, x, y - 0.15, f"{run.name} ({run.step}{run.note})")
+        ax = box(fig, x, y, side, side)
+        ax.set_xticks([])
+        ax.set_yticks([])
+        for k, (points, color) in enumerate(((text, BLUE), (video, RED))):
+            ax.scatter(*points.T, s=5, marker="o^"[k], color=color, alpha=0.45, linewidths=0)
+            ax.scatter(*points.mean(0), s=60, marker="x", color="black", linewidths=2.6, zorder=3)
+            ax.scatter(*points.mean(0), s=60, marker="x", color=color, linewidths=1.4, zorder=4)
+            write(fig, x + k * 0.5 * side, y + side + 0.04,
+                  f"{MARKS[k]} {len(points)} {('captions', 'clips')[k]}", color=color)
+        ax.set_aspect("equal", "datalim")
+        g = run.geometry
+        write(fig, x, y + side + 0.19,
+              f"shown: {shares[0]:.0%} + {shares[1]:.0%} of the variance\n"
+              f"gap {g['gap']:.3f}, alignment {g['alignment']:.3f}\n"
+              f"uniformity {g['uniformity, text']:.2f} captions, "
+              f"{g['uniformity, video']:.2f} clips", color="0.3", fontsize=6.5, linespacing=1.3)
+    return fig
+
+
+def geometry_table(runs, args):
+    """Lines of text: Table 4's columns for each run."""
+    keys = list(runs[0].geometry)
+    width = max(len(r.name) for r in runs) + 2
+    return [f"geometry, split {args.split}: {len(runs[0].vectors[0])} texts, "
+            f"{len(runs[0].vectors[1])} videos; lower is better for each by itself",
+            " " * width + "".join(f"{k:>19}" for k in keys),
+            *(f"{r.name:<{width}}" + "".join(f"{r.geometry[k]:19.3f}" for k in keys)
+              for r in runs)]
+
+
 def draw_examples(run, args, direction):
     """Fig. 5-6: a block per query, two beside each other. What is right is green and ticked; where
     it is not among the top k it stands below them with its rank."""
@@ -596,14 +687,15 @@ def same_gallery(runs):
     for run in runs[1:]:
         of = [([r.items[v].id for v in r.kept], r.captions) for r in (runs[0], run)]
         if of[0] != of[1]:
-            raise ValueError(f"cmc: {run.folder} has other videos or captions than "
+            raise ValueError(f"compare: {run.folder} has other videos or captions than "
                              f"{runs[0].folder}; compare runs on the same data (--data sets it)")
 
 
 def main(args):
     wanted, explicit = check_settings(args), bool(args.only)
     others = [f.strip() for f in args.compare.split(",") if f.strip()]
-    shared = [p for p in wanted if p in ("cmc", "tsne")]  # pictures that show other runs too
+    # pictures that show other runs too
+    shared = [p for p in wanted if p in ("cmc", "tsne", "geometry")]
     runs = [gather(args, wanted, explicit)]
     for folder in others if shared else ():
         runs.append(gather(SimpleNamespace(**{**vars(args), "ckpt": folder, "ids": ""}), shared,
@@ -617,6 +709,11 @@ def main(args):
     if "tsne" in run.has:
         save(draw_tsne([r for r in runs if "tsne" in r.has], args),
              out / f"tsne_{args.split}.png")
+    if "geometry" in run.has:
+        having = [r for r in runs if "geometry" in r.has]
+        same_gallery(having)
+        print("\n".join(geometry_table(having, args)))
+        save(draw_geometry(having, args), out / f"geometry_{args.split}.png")
     if "examples" in run.has:
         for direction in ("t2v", "v2t"):
             save(draw_examples(run, args, direction),

@@ -247,29 +247,33 @@ class SLQ(nn.Module):
 
     def collate(self, samples):
         """Samples -> {"text": inputs, "video": inputs} on the CPU; a side nobody has is absent."""
-        batch = {"text": self._inputs(samples, "caption", self.config.text_prompt),
-                 "video": self._inputs(samples, "frames", self.config.video_prompt)}
-        return {side: inputs for side, inputs in batch.items() if inputs is not None}
+        sides = {"text": ("caption", self.config.text_prompt),
+                 "video": ("frames", self.config.video_prompt)}
+        return {side: self.collate_prompt(samples, prompt) for side, (key, prompt) in sides.items()
+                if any(getattr(s, key) is not None for s in samples)}
 
-    def _inputs(self, samples, key, prompt):
-        values = [getattr(s, key) for s in samples]
-        missing = [s.id for s, v in zip(samples, values) if v is None]
-        if len(missing) == len(samples):
-            return None
-        if missing:
-            raise ValueError(f"SLQ: {len(missing)} of {len(samples)} samples have no {key}, "
-                             f"the first is {missing[0]!r}; a batch has it for all or none")
+    def collate_prompt(self, samples, prompt):
+        """Inputs of samples that share a prompt; what it names of <video> and {caption} is used."""
+        used = {"captions": "caption"} if "{caption}" in prompt else {}
+        used |= {"frames": "frames"} if "<video>" in prompt else {}
+        if not used:
+            raise ValueError(f"SLQ: prompt {prompt!r} holds neither <video> nor {{caption}}")
+        for key in used.values():
+            missing = [s.id for s in samples if getattr(s, key) is None]
+            if missing:
+                raise ValueError(f"SLQ: {len(missing)} of {len(samples)} samples have no {key}, "
+                                 f"the first is {missing[0]!r}; a batch has it for all or none")
 
-        def collate(values):
-            content = {"captions" if key == "caption" else "frames": values}
+        def collate(samples):
+            content = {key: [getattr(s, k) for s in samples] for key, k in used.items()}
             return self.backbone.collate(prompt, **content, n_append=self.n_append,
                                          max_text_tokens=self.config.max_text_tokens)
         try:
-            return collate(values)
+            return collate(samples)
         except ValueError:
-            for s, v in zip(samples, values):  # whose fault is it?
+            for s in samples:  # whose fault is it?
                 try:
-                    collate([v])
+                    collate([s])
                 except ValueError as e:
                     raise ValueError(f"{s.id}: {e}") from None
             raise
@@ -312,11 +316,11 @@ class SLQ(nn.Module):
 
     # ---------------------------------------------------------------- encoding
 
-    def encode_text(self, inputs):
-        return self._encode(inputs, "text")
+    def encode_text(self, inputs, normalize=True):
+        return self._encode(inputs, "text", normalize)
 
-    def encode_video(self, inputs):
-        return self._encode(inputs, "video")
+    def encode_video(self, inputs, normalize=True):
+        return self._encode(inputs, "video", normalize)
 
     def forward(self, batch):
         if self.training and self.frozen and self.config.extraction == "last":
@@ -324,7 +328,7 @@ class SLQ(nn.Module):
                              "embedding in it can be trained; use epochs=0 or another tuning")
         return self.encode_text(batch["text"]), self.encode_video(batch["video"])
 
-    def _encode(self, inputs, side):
+    def _encode(self, inputs, side, normalize=True):
         inputs = {k: v.to(self.log_tau.device, non_blocking=True) for k, v in inputs.items()}
         Q = self.queries
         if Q is not None and Q.dim() == 3:
@@ -335,16 +339,16 @@ class SLQ(nn.Module):
             h = self._last_tokens(inputs)
         else:
             h = self._plain(inputs, Q)
-        return {"z": self.pool(h)}
+        return {"z": self.pool(h, normalize)}
 
-    def pool(self, h):
+    def pool(self, h, normalize=True):
         """[B, N or 1, D] -> unit embeddings [B, D], fp32 also under autocast."""
         with fp32(h):
             h = h.float()
             h = {"mean": h.mean(1), "last": h[:, -1], "max": h.amax(1)}[self.config.pooling]
             if self.head is not None:
                 h = self.head(h)
-            return F.normalize(h, dim=-1)  # Eq. 5-6
+            return F.normalize(h, dim=-1) if normalize else h  # Eq. 5-6
 
     def _plain(self, inputs, Q):
         """The textbook pass: everything with gradient. h at the queries, or at the last token."""

@@ -120,7 +120,7 @@ def test_different_settings_never_share_a_name(here):
         ablate.plan({**SPEC, 'tables': {'Table 1': rows}})
 
 
-@pytest.mark.parametrize('tables, n', [('pha', 16)])
+@pytest.mark.parametrize('tables, n', [('pha', 16), ('slq', 16)])
 def test_the_tables_of_the_repository_are_readable(here, tables, n):
     laid_out, runs = ablate.plan(ablate.TABLES[tables])
     assert len(runs) == n and 'default' in runs
@@ -139,7 +139,7 @@ def test_the_command_line_replaces_the_tables_own_config_and_change():
     assert [other[k] for k in ('config', 'change', 'by', 'within', 'twins')] == [
         'config/pha_msrvtt.py', '', '', '', ()]
     assert spec('--change=epochs=3')['by'] == 'kind'
-    with pytest.raises(ValueError, match="tables is 'phh'; there are: pha"):
+    with pytest.raises(ValueError, match="tables is 'phh'; there are: pha, slq"):
         spec('--tables=phh')
     with pytest.raises(ValueError, match="jobs is 0 and must be at least 1"):
         spec('--jobs=0')

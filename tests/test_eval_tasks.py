@@ -458,18 +458,16 @@ def test_without_pyarrow_one_line_says_what_to_install(monkeypatch):
 # -----------------------------------------------------------------------------
 # the script, on a run with a tiny backbone
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, tiny_qwen2vl):
+def make_run(folder, backbone, *argv):
     """A run folder as train.py leaves it, with trainable tensors that are not at their start."""
     import checkpoint
     import train
     from configurator import configure
-    out = str(tmp_path_factory.mktemp("out") / "toy")
+    out = str(folder / "toy")
     os.makedirs(out)
     cfg = configure(str(ROOT / "train.py"), [
-        f"--backbone={tiny_qwen2vl}", "--data=nowhere", f"--out_dir={out}", "--lora_r=4",
-        "--num_frames=4", "--num_slots=3", "--eval_batch_size=4", "--num_workers=0",
-        "--device=cpu"], train.SETTINGS)
+        f"--backbone={backbone}", "--data=nowhere", f"--out_dir={out}", "--num_frames=4",
+        "--eval_batch_size=4", "--num_workers=0", "--device=cpu", *argv], train.SETTINGS)
     model = train.build_model(cfg, torch.device("cpu"))
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -480,6 +478,11 @@ def run(tmp_path_factory, tiny_qwen2vl):
     checkpoint.save_checkpoint(cfg, model, optimizer, 7, None,
                                json.dumps(checkpoint.describe(cfg)), True)
     return SimpleNamespace(out=out, cfg=cfg, model=model)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tiny_qwen2vl):
+    return make_run(tmp_path_factory.mktemp("out"), tiny_qwen2vl, "--lora_r=4", "--num_slots=3")
 
 
 def settings(*argv):
@@ -510,6 +513,34 @@ def test_cirr_gives_what_encoding_one_by_one_gives(run, capsys):
     assert [result["rows"][0][f"R@{k}"] for k in (1, 5)] == \
         [100 * (r <= k).double().mean().item() for k in (1, 5)]
     assert len(set(S.flatten().tolist())) > 10
+
+
+def test_slq_runs_too_alone_and_summed(tmp_path, tiny_qwen2vl, capsys):
+    run = make_run(tmp_path, tiny_qwen2vl, "--model=slq", "--num_queries=3")
+    for name in ("coco", "cirr", "fashioniq"):  # the last sums two queries before normalising
+        ET.main(settings("--ckpt", run.out, f"--task={name}", "--data", str(SETS / name),
+                         "--device=cpu"))
+    assert "cirr, split val: SLQ, step_000007" in capsys.readouterr().out
+    model = run.model.eval()
+
+    @torch.no_grad()
+    def z(e):
+        (s,) = [T.Entries([e], 0, "raise")[0]]
+        side = "video" if "<video>" in e.prompt else "text"
+        return getattr(model, f"encode_{side}")(model.collate_prompt([s], e.prompt),
+                                                normalize=False)["z"][0]
+
+    t2i, _ = next(T.LOADERS["coco"](cfg("coco", text_prompt=run.cfg.text_prompt,
+                                        image_prompt=run.cfg.video_prompt)))
+    dress = next(t for ts in T.LOADERS["fashioniq"](cfg("fashioniq")) for t in ts)
+    for task in (t2i, dress):
+        features, row, _ = ET.encode_entries(model, [task], cfg("coco"))
+        Q = F.normalize(torch.stack([sum(z(e) for e in parts) for parts in task.queries]), dim=-1)
+        C = F.normalize(torch.stack([z(e) for e in task.candidates]), dim=-1)
+        S = Q @ C.T
+        assert ET.rank_task(model, task, features, row)[0].tolist() == \
+            E.ranks(S, task.positives).tolist()
+        assert len(set(S.flatten().tolist())) > 10
 
 
 def test_results_of_all_tasks_stand_side_by_side(run, capsys):

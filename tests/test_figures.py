@@ -5,11 +5,14 @@ CPU, about 10 s, on a PHA-Net whose head is random, over the demo's tiny CLIP.
 python -m pytest tests/test_figures.py -v
 """
 import json
+import math
 import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -33,8 +36,8 @@ def settings(**given):
 def make_run(folder, data, **given):
     """A run folder as train.py leaves it, with weights as they were initialised."""
     base = {k: d for k, (_, d, _) in read_settings(os.path.join(ROOT, "train.py")).items()}
-    own = {k: d for k, (_, d, _) in
-           read_settings(os.path.join(ROOT, "model_pha.py"), "PHAConfig").items()}
+    file, config = train.SETTINGS[given.get("model", "pha")]
+    own = {k: d for k, (_, d, _) in read_settings(os.path.join(ROOT, file), config).items()}
     cfg = type(settings())(**{**base, **own, "model": "pha", "backbone": CLIP, "data": data,
                               "num_frames": 4, "max_words": 16, "block_layers": 2,
                               "num_workers": 0, "device": "cpu", **given})
@@ -79,9 +82,10 @@ def test_all_pictures_of_a_run_and_of_two(runs, capsys, monkeypatch):
     assert wrote(pha) == {"attention_test.png", "cmc_test.png", "tsne_test.png", *examples}
     # a model without prototypes and tokens says what it skips
     figures.main(settings(ckpt=mean, max_rank=5, ids="test3"))
-    assert wrote(mean) == {"cmc_test.png", *examples}
+    assert wrote(mean) == {"cmc_test.png", "geometry_test.png", *examples}
     said = capsys.readouterr().out
     assert "attention of" in said and "tsne of" in said and "skipped: PHANet has no" in said
+    assert "geometry of" in said and "an item of PHANet is many vectors" in said
 
 
 @pytest.mark.parametrize("side", ["text", "video"])
@@ -149,7 +153,70 @@ def test_mixing_of_apart_and_of_equal_clouds():
     assert got == 0 and chance == pytest.approx(40 / 79)
 
 
+def test_geometry_is_the_literal_formulas():
+    g = torch.Generator().manual_seed(0)
+    owner = [0, 0, 1, 2, 3, 3]
+    T, V = (torch.nn.functional.normalize(torch.randn(n, 5, generator=g), dim=-1) for n in (6, 4))
+    got = figures.geometry(T, V, torch.tensor(owner))
+    t, v = T.tolist(), V.tolist()
+
+    def squared(a, b):
+        return sum((x - y) ** 2 for x, y in zip(a, b))
+
+    centroids = [[sum(row[d] for row in rows) / len(rows) for d in range(5)] for rows in (t, v)]
+    assert got["gap"] == pytest.approx(math.sqrt(squared(*centroids)), rel=1e-6)
+    assert got["alignment"] == pytest.approx(
+        sum(squared(t[i], v[j]) for i, j in enumerate(owner)) / 6, rel=1e-6)
+    for key, rows in (("uniformity, text", t), ("uniformity, video", v)):
+        e = [math.exp(-2 * squared(a, b)) for i, a in enumerate(rows) for b in rows[:i]]
+        assert got[key] == pytest.approx(math.log(sum(e) / len(e)), rel=1e-6)
+    # identical clouds have no gap; opposite ones are as far apart as unit vectors get
+    one = torch.eye(5)[:1].repeat(3, 1)
+    assert figures.geometry(one, one, torch.arange(3)) == pytest.approx(
+        {"gap": 0, "alignment": 0, "uniformity, text": 0, "uniformity, video": 0})
+    assert figures.geometry(one, -one, torch.arange(3))["gap"] == pytest.approx(2)
+
+
+def test_principal_components_are_those_of_sklearn():
+    from sklearn.decomposition import PCA
+    x = torch.randn(30, 6, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 7)
+    a, b, shares = figures.components(x[:20], x[20:])
+    pca = PCA(2, svd_solver="full")
+    want, got = pca.fit_transform(x.double().numpy()), np.concatenate([a, b])
+    assert abs(got) == pytest.approx(abs(want))  # an axis may point either way
+    assert shares == pytest.approx(list(pca.explained_variance_ratio_))
+
+
+def test_the_dot_product_of_slots_side_by_side_is_the_score_of_mars():
+    text, video = (torch.nn.functional.normalize(torch.randn(n, 3, 5), dim=-1) for n in (4, 6))
+    S = torch.einsum("imd,jmd->mij", text, video).mean(0)
+    a, b = (figures.one_vector({"slots": x}) for x in (text, video))
+    torch.testing.assert_close(a @ b.T, S)
+    torch.testing.assert_close(a.norm(dim=1), torch.ones(4))
+
+
+def test_slq_has_geometry_and_examples(tiny_qwen2vl, tiny_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(figures.matplotlib.rcParams, "savefig.dpi", 40)
+    run = make_run(tmp_path / "slq", tiny_data, model="slq", backbone=tiny_qwen2vl)
+    figures.main(settings(ckpt=run, samples=1, only="geometry,examples"))
+    assert wrote(run) == {"geometry_test.png", "examples_t2v_test.png", "examples_v2t_test.png"}
+    assert "attention" not in capsys.readouterr().out
+    for head in (None, torch.nn.Linear(2, 2)):
+        model = SimpleNamespace(head=head)
+        assert figures.no_attention(model).startswith("SimpleNamespace has no prototypes")
+
+
+def test_the_geometry_of_two_runs_is_printed_and_drawn(runs, capsys, monkeypatch):
+    monkeypatch.setitem(figures.matplotlib.rcParams, "savefig.dpi", 40)
+    figures.main(settings(ckpt=runs[2], compare=f"{runs[2]}/best", only="geometry"))
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    at = next(i for i, line in enumerate(said) if line[:1] == ["gap"])
+    assert said[at + 1][1:] == said[at + 2][1:] and len(said[at + 1]) == 5
+    assert "geometry_test.png" in wrote(runs[2])
+
+
 @pytest.mark.parametrize("run, given, says", [
+    (0, dict(only="geometry"), "an item of PHANet is many vectors here"),
     (0, dict(only="tsen"), "'tsen' is not one of"), (0, dict(pick="good"), "pick must be one of"),
     (0, dict(ids="tets3", only="attention"), "did you mean 'test3'"),
     (0, dict(layer=3, only="attention"), "layer must be 1 .. 2"),

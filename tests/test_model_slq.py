@@ -476,6 +476,21 @@ def test_collate_gives_the_sides_that_the_samples_have(path):
         model.collate([*videos[:2], *items[2:]])
 
 
+def test_an_image_and_a_text_share_a_prompt_and_sums_come_before_the_norm(path):
+    model, items = make(path), samples()
+    prompt = "<video> now {caption} please:"
+    inputs = model.collate_prompt(items, prompt)
+    assert "pixel_values_videos" in inputs
+    with torch.no_grad():
+        z, raw = (model.encode_video(inputs, normalize=n)["z"] for n in (True, False))
+        close(F.normalize(raw, dim=-1), z)
+        assert (raw.norm(dim=1) - 1).abs().min() > 1e-3
+        alone = model.encode_video(model.collate_prompt(items[2:3], prompt))
+    close(alone["z"][0], z[2], rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="holds neither <video> nor {caption}"):
+        model.collate_prompt(items, "hello")
+
+
 def test_a_long_caption_is_cut_and_keeps_its_prompt(path):
     model = make(path, max_text_tokens=3).eval()
     long = SimpleNamespace(id="x", caption="a red circle moves left and left and left", frames=None)

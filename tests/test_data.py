@@ -335,6 +335,23 @@ def test_unreadable_file_is_named_with_its_reason(files, name, says, reader):
     assert reader == "decord" or says in str(e.value)
 
 
+def test_a_folder_is_told_from_a_missing_file(tmp_path):
+    with pytest.raises(data.BadVideo, match="it is a folder, not a file; replace"):
+        data.read_frames(str(tmp_path), 4)
+
+
+@pytest.mark.parametrize("size", [0, 32])
+def test_a_video_that_is_too_thin_is_a_bad_one(tmp_path, size):
+    thin = encode(tmp_path / "thin.mkv", np.zeros((3, 2, 402, 3), np.uint8), "ffv1", "bgr0")
+    encode(tmp_path / "long.mkv", np.zeros((3, 2, 400, 3), np.uint8), "ffv1", "bgr0")
+    for reader in ("auto", "pyav"):
+        with pytest.raises(data.BadVideo, match="thin.mkv.*a frame of 402x2 is too thin"):
+            data.read_frames(thin, 2, reader=reader, size=size)
+    pairs = data.Pairs(items_of("thin.mkv", "long.mkv"), tmp_path, 2, size=size,
+                       on_bad_video="skip")
+    assert pairs[0].id == pairs[1].id and pairs.clips.skipped() == [pairs.clips.items[0].id]
+
+
 @pytest.mark.parametrize("name", ["truncated.mp4", "stopped.mp4", "corrupt.mp4", "truncated.mkv",
                                   "damaged.mkv"])
 def test_partial_file_is_read_where_it_decodes_and_reported(files, name, capfd):

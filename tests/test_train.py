@@ -995,6 +995,18 @@ def test_an_error_in_a_loaders_worker_is_one_line_too(
     assert text.count('a frame is too thin') == 1 and 'Traceback' not in text
 
 
+def test_a_loaders_worker_that_is_killed_is_one_line_with_a_remedy(
+        tiny_data, tiny_qwen2vl, tmp_path, monkeypatch):
+    def fit_size(*args):
+        assert os.getpid() != here
+        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when the memory is full
+
+    here = os.getpid()
+    monkeypatch.setattr(backbones, 'fit_size', fit_size)
+    text = error_of(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, num_workers=1))
+    assert 'DataLoader worker (pid' in text and 'lower num_workers' in text
+
+
 def test_the_global_batch_must_be_shared_evenly(tiny_data, tiny_qwen2vl, tmp_path):
     cfg = configure(TRAIN, argv(tmp_path, tiny_data, tiny_qwen2vl, batch_size=9), train.SETTINGS)
     with pytest.raises(ValueError, match="batch_size 9 is the global batch, and 2 processes can't"):

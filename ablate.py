@@ -16,7 +16,7 @@ jobs = 2                 # runs at a time; they share out the processor's cores 
 out_dir = 'out/ablate'   # the runs' folders, their logs, and <tables>.json with all results
 split = 'test'           # the split of the tables; `best` is picked on the val split, as ever
 only = ''                # run only the settings with this text in their name: cluster, default
-show = False             # run nothing, print what is finished
+show = False             # run and write nothing, print what is finished
 config = ''              # what the rows change, say config/pha_msrvtt.py; empty: the tables' own
 change = ''              # settings of every run, as in 'epochs=1 batch_size=32'; empty and no
                          # config given: the tables' own

@@ -447,9 +447,15 @@ class Clips:
         if partial is None:  # so that a partial file is named in every run
             os.makedirs(self.frame_cache, exist_ok=True)
             temporary = f"{name}.{os.getpid()}.tmp"
-            with open(temporary, "wb") as f:
-                np.save(f, frames)
-            os.replace(temporary, name)
+            try:
+                with open(temporary, "wb") as f:
+                    np.save(f, frames)
+                os.replace(temporary, name)
+            except OSError as e:  # a full disk's has no file name, and half a file keeps it full
+                if os.path.exists(temporary):
+                    os.remove(temporary)
+                raise OSError(f"can't write into frame_cache {self.frame_cache}: "
+                              f"{e.strerror or e}; mend that, or set another or none") from e
         return frames, partial
 
 

@@ -476,6 +476,17 @@ def test_raise_is_one_line_that_names_the_file(files, workers):
     assert said.startswith("cannot read") and "text.mp4" in said and "\n" not in said
 
 
+def test_a_cache_on_a_full_disk_is_one_line_and_leaves_no_half_file(files, tmp_path, monkeypatch):
+    def full(f, frames):
+        f.write(b"half")
+        raise OSError("512 requested and 0 written")  # numpy's, without an errno
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(OSError, match="can't write into frame_cache .*: 512 requested and 0 writ"):
+        data.Videos(items_of("ok.mp4"), files, 4, frame_cache=str(tmp_path))[0]
+    assert not os.listdir(tmp_path)
+
+
 def test_evaluation_marks_what_is_missing(files, capfd):
     items = items_of("ok.mp4", "zero.mp4", "gone.mp4")
     videos = data.Videos(items, files, 4, on_bad_video="skip")

@@ -569,7 +569,7 @@ def main(cfg):
                      's/step': spent / clock['steps'], 'waiting': clock['wait'] / spent})
             epoch_end, stopped = step % per_epoch == 0, any_rank(stop['asked'], device)
             if long is not None and (epoch_end or step == last):
-                tell_cut(cfg, long, device, say)
+                tell_cut(cfg, long, device, tqdm.write if rank == 0 else say)
                 long = None  # the other epochs have the same captions
             if epoch_end or step == last or stopped or step % (cfg.save_every or total) == 0:
                 # a run cut short by max_steps in its first epoch has no `best` yet

@@ -17,7 +17,7 @@ jobs = 2                 # runs at a time; they share out the processor's cores 
 out_dir = 'out/ablate'   # the runs' folders, their logs, and <tables>.json with all results
 split = 'test'           # the split of the tables; `best` is picked on the val split, as ever
 only = ''                # run only the settings with this text in their name: cluster, default
-show = False             # run nothing, print what is finished
+show = False             # run and write nothing, print what is finished
 config = ''              # what the rows change, say config/pha_msrvtt.py; empty: the tables' own
 change = ''              # settings of every run, as in 'epochs=1 batch_size=32'; empty and no
                          # config given: the tables' own
@@ -30,7 +30,8 @@ launch = ''              # stands before the scripts: 'torchrun --standalone --n
 TABLES = {
     'pha': dict(
         config='config/demo_pha.py',
-        # shorter than demo_pha: 4 frames instead of 6, one epoch
+        # less than demo_pha: 4 frames instead of 6. Its one epoch is stated, so that the tables
+        # stay what they are if it changes
         change='num_frames=4 epochs=1 warmup_epochs=0.1 num_workers=0',
         by='kind', within='family', twins=('base', 'order'),
         tables={
@@ -116,6 +117,7 @@ import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 from tqdm import tqdm
@@ -160,11 +162,13 @@ def plan(spec):
     spec (config, change, tables) -> {title: [(label, run, paper)]}, {run: (arguments, settings)}.
     Rows of equal settings share a run, which has the name of the first; settings are of seed 0.
     """
-    runs, laid_out, first = {}, {}, {}
+    runs, laid_out, first = {}, {}, {}  # first: settings as text -> the name they got first
     base = arguments(spec['config'])
     for title, rows in spec['tables'].items():
         laid_out[title] = []
-        for label, change, paper in [('', '', '')] + rows:  # the default goes first, unprinted
+        # a row without changes goes first, so that all rows that come to the same settings have the
+        # name `default`, wherever they stand; it has no label and is no row of the table
+        for label, change, paper in [('', '', '')] + rows:
             # the row's own settings stand last, so that it may change what all runs change
             argv = base + arguments(spec['change']) + arguments(change)
             try:
@@ -285,11 +289,10 @@ class Runner:
 
 
 def put_aside(folder, why):
-    """A run of other settings keeps its files under another name; one such run is kept."""
-    import shutil
-    old = folder.with_name(folder.name + '.old')
-    shutil.rmtree(old, ignore_errors=True)
-    os.replace(folder, old)
+    """A run of other settings keeps its files under a name that is free: .old, .old2, .old3, ..."""
+    names = (folder.with_name(f'{folder.name}.old{n if n > 1 else ""}') for n in count(1))
+    old = next(name for name in names if not os.path.lexists(name))
+    os.rename(folder, old)
     print(f"{folder} holds another run ({why}), which is now {old}")
 
 
@@ -388,17 +391,18 @@ def main(args):
     found = {}                           # (run, seed) -> result
 
     def collect():
-        """{run: [result per seed]} of what is finished; also written to <tables>.json."""
+        """{run: [result per seed]} of what is finished; unless show, also in <tables>.json."""
         for key in places.keys() - found.keys():
             if result := result_of(places[key], wanted[key], args.split, **by):
                 found[key] = result
         rows = {name: {str(s): found[name, s] for s in range(args.seeds) if (name, s) in found}
                 for name in runs}
-        out.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / f'{args.tables}.json', json.dumps(
-            {'config': spec['config'], 'change': spec['change'], 'split': args.split,
-             'rows': {name: {'settings': runs[name][1], 'seeds': rows[name]} for name in runs}},
-            indent=1) + '\n')
+        if not args.show:
+            out.mkdir(parents=True, exist_ok=True)
+            write_atomic(out / f'{args.tables}.json', json.dumps(
+                {'config': spec['config'], 'change': spec['change'], 'split': args.split,
+                 'rows': {name: {'settings': runs[name][1], 'seeds': rows[name]} for name in runs}},
+                indent=1) + '\n')
         return {name: list(r.values()) for name, r in rows.items()}
 
     collect()

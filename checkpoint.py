@@ -3,6 +3,7 @@ A run's directory, written by train.py and read by eval.py.
 
     config.json            resolved settings and versions: all that a later evaluation needs
     log.jsonl              one line per log step and per validation
+    .lock                  locked while a process trains here
     metrics.json           what eval.py measured, per split
     step_000123/           a checkpoint: config.json once more,
         model.safetensors    every trainable tensor and nothing frozen
@@ -22,6 +23,7 @@ import subprocess
 import sys
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
@@ -38,11 +40,15 @@ LEFT_BY_A_KILL = re.compile(r'(\.(step_\d+|latest|best)|config\.json|log\.jsonl)
 def write_atomic(path, text):
     """Text into a file that is complete or absent."""
     temporary = f'{path}.{os.getpid()}.tmp'
-    with open(temporary, 'w', encoding='utf-8') as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, 'w', encoding='utf-8') as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError as e:  # a full disk's has no file name
+        remove(temporary)
+        raise OSError(f"can't write {path}: {e.strerror or e}; mend that and run it again") from e
 
 
 def remove(path):
@@ -72,21 +78,20 @@ def save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best):
         remove(folder)  # nothing points to it: half removed, or of a run that died before it began
         temporary = os.path.join(cfg.out_dir, f'.{name}.{os.getpid()}.tmp')
         remove(temporary)
-        os.makedirs(os.path.join(temporary, 'state'))
-        save_file({k: v.contiguous() for k, v in trainable_state(model).items()},
-                  os.path.join(temporary, 'model.safetensors'))
-        if hasattr(model, 'save_adapter'):
-            model.save_adapter(os.path.join(temporary, 'adapter'))
-        # sample order and dropout are functions of (seed, step), so the step is the data position
-        # and the RNG state. Nothing but tensors, numbers and strings: weights_only can read it
-        torch.save({'optimizer': optimizer.state_dict(), 'step': step, 'best': best},
-                   os.path.join(temporary, 'state', 'state.pt'))
-        write_atomic(os.path.join(temporary, 'config.json'), config_json)
-        os.rename(temporary, folder)
+        try:
+            write_checkpoint(temporary, model, optimizer, step, best, config_json)
+            os.rename(temporary, folder)
+        except (OSError, RuntimeError, SafetensorError) as e:  # a full disk is all of these
+            remove(temporary)  # or it would keep the disk full
+            stands = "the last good checkpoint stands in latest/; " if linked(cfg.out_dir) else ""
+            raise OSError(f"can't save {folder} ({(str(e).splitlines() or [''])[0]}); {stands}make "
+                          "sure that there is disk space, then --resume goes on") from e
     # `best` first: a run killed between the two comes here once more. The other way round it would
     # go on from a state that names a best step to which no link points
     if is_best:
         point(cfg.out_dir, 'best', name)
+    else:
+        restore_best(cfg.out_dir, best)  # what no link points to is removed below
     point(cfg.out_dir, 'latest', name)
     for entry in os.listdir(cfg.out_dir):
         path = os.path.join(cfg.out_dir, entry)
@@ -94,6 +99,53 @@ def save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best):
         if LEFT_BY_A_KILL.fullmatch(entry) or (
                 re.fullmatch(r'step_\d{6,}', entry) and path not in linked(cfg.out_dir)):
             remove(path)
+
+
+def write_checkpoint(folder, model, optimizer, step, best, config_json):
+    os.makedirs(os.path.join(folder, 'state'))
+    save_file({k: v.contiguous() for k, v in trainable_state(model).items()},
+              os.path.join(folder, 'model.safetensors'))
+    if hasattr(model, 'save_adapter'):
+        model.save_adapter(os.path.join(folder, 'adapter'))
+    # sample order and dropout are functions of (seed, step), so the step is the data position
+    # and the RNG state. Nothing but tensors, numbers and strings: weights_only can read it
+    torch.save({'optimizer': optimizer.state_dict(), 'step': step, 'best': best},
+               os.path.join(folder, 'state', 'state.pt'))
+    write_atomic(os.path.join(folder, 'config.json'), config_json)
+
+
+def restore_best(out_dir, best):
+    """
+    A lost link `best` (some copies drop links) is made anew from `best`, {"score", "step"} or None.
+    -> does it stand, or is there none to stand
+    """
+    if best is None or os.path.exists(os.path.join(out_dir, 'best')):
+        return True
+    name = f"step_{best['step']:06d}"
+    if not os.path.isdir(os.path.join(out_dir, name)):
+        return False
+    point(out_dir, 'best', name)
+    return True
+
+
+def lock(out_dir):
+    """
+    OSError when another process trains in out_dir. The file that is returned holds the lock for as
+    long as it is open; the kernel releases it with the process, whatever ends that.
+    """
+    file = open(os.path.join(out_dir, '.lock'), 'a')
+    try:
+        import fcntl
+        # a record lock: unlike flock's it isn't inherited by the loader's workers, which outlive a
+        # killed run by some seconds
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise OSError(f"another process is training in {out_dir}: wait for its end, or use another "
+                      "--out_dir") from None
+    except (ImportError, OSError):  # Windows, or a file system without locks: go on unprotected
+        pass
+    return file
 
 
 def trainable_state(model):
@@ -139,12 +191,20 @@ def read_json(path):
         return json.load(f)
 
 
-def load_checkpoint(cfg, model, optimizer, config_json):
+def check_finite(path, tensors):
+    """ValueError naming the first of {name: tensor} that is not finite: training can't mend it."""
+    for name, x in tensors.items():
+        if torch.is_tensor(x) and not x.isfinite().all():
+            raise ValueError(f"{path}: {name} is not finite, nothing can be trained from there; "
+                             "point latest to another step_* folder, or use another --out_dir")
+
+
+def load_checkpoint(cfg, model, optimizer, config_json, name='latest'):
     """
-    out_dir/latest into model and optimizer -> (step, best). No code in the files is executed.
+    out_dir/<name> into model and optimizer -> (step, best). No code in the files is executed.
     ValueError when the run was started with settings that compute something else.
     """
-    folder = os.path.join(cfg.out_dir, 'latest')
+    folder = os.path.join(cfg.out_dir, name)
     def with_precision(run):
         return {**run['settings'], 'precision': run.get('precision')}, run.get('world')
 
@@ -159,12 +219,17 @@ def load_checkpoint(cfg, model, optimizer, config_json):
     if old_world != new_world:
         print(f"note: begun by {old_world} process(es), resumed by {new_world}: "
               "the same batches and losses, other dropout masks", file=sys.stderr)
-    tensors = read(os.path.join(folder, 'model.safetensors'), load_file)
+    weights_file, state_file = (os.path.join(folder, *parts) for parts in
+                                (('model.safetensors',), ('state', 'state.pt')))
+    tensors = read(weights_file, load_file)
     def parts(path):
         state = torch.load(path, map_location='cpu', weights_only=True)
         return state['optimizer'], int(state['step']), state['best']
 
-    optimizer_state, step, best = read(os.path.join(folder, 'state', 'state.pt'), parts)
+    optimizer_state, step, best = read(state_file, parts)
+    check_finite(weights_file, tensors)
+    check_finite(state_file, {f"{key} of parameter {i}": x for i, moments in
+                              optimizer_state['state'].items() for key, x in moments.items()})
     load_trainable(model, tensors)
     optimizer.load_state_dict(optimizer_state)
     return step, best
@@ -218,8 +283,12 @@ class Log:
         """row: {"step": ..., ...} of numbers and strings."""
         if self.quiet:
             return
-        with open(self.path, 'a', encoding='utf-8') as f:
-            f.write(json.dumps(row) + '\n')
+        try:
+            with open(self.path, 'a', encoding='utf-8') as f:
+                f.write(json.dumps(row) + '\n')
+        except OSError as e:  # a full disk's has no file name
+            raise OSError(f"can't write {self.path}: {e.strerror or e}; mend that, then --resume "
+                          "goes on from the last checkpoint") from e
         tqdm.write('  '.join(f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}'
                              for k, v in row.items()))
         if self.wandb is not None:

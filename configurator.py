@@ -325,6 +325,12 @@ def one_line_errors(run):
         text = text[-1] if text[0].startswith("Caught") else " ".join(text)
         first_speaks()
         sys.exit(f"{os.path.basename(sys.argv[0])}: {text}  (NANOTVR_TRACEBACK=1 shows where)")
+    except RuntimeError as e:
+        if not str(e).startswith("DataLoader worker (pid") or os.environ.get("NANOTVR_TRACEBACK"):
+            raise
+        first_speaks()
+        sys.exit(f"{os.path.basename(sys.argv[0])}: {str(e).strip().rstrip('.').splitlines()[0]}: "
+                 "often the machine's memory is full; lower num_workers, batch_size or frame_size")
     except KeyboardInterrupt:
         interrupted(sys.exit)
 

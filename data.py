@@ -155,6 +155,8 @@ def decode(path, num_frames, sampler="uniform", reader="auto", size=0):
     check_names(sampler, reader)
     pick, head = SAMPLERS[sampler], None
     try:
+        if os.path.isdir(path):
+            raise ValueError("it is a folder, not a file")
         if not os.path.isfile(path):
             raise ValueError("no such file")
         if os.path.getsize(path) == 0:
@@ -369,6 +371,9 @@ def to_rgb(frame, head):
 def resize(frame, size, shape=None):
     """[H, W, 3] uint8 -> shorter side = size, or exactly shape; a contiguous copy in any case."""
     h, w = frame.shape[:2]
+    if max(h, w) > 200 * min(h, w):  # the backbones' limit; here on_bad_video may skip it
+        raise ValueError(f"a frame of {w}x{h} is too thin: the longer side may be at most 200 "
+                         "times the other")
     if shape is None and size:
         shape = tuple(max(1, round(x * size / min(h, w))) for x in (h, w))
     if shape is None or shape == (h, w):
@@ -442,9 +447,15 @@ class Clips:
         if partial is None:  # so that a partial file is named in every run
             os.makedirs(self.frame_cache, exist_ok=True)
             temporary = f"{name}.{os.getpid()}.tmp"
-            with open(temporary, "wb") as f:
-                np.save(f, frames)
-            os.replace(temporary, name)
+            try:
+                with open(temporary, "wb") as f:
+                    np.save(f, frames)
+                os.replace(temporary, name)
+            except OSError as e:  # a full disk's has no file name, and half a file keeps it full
+                if os.path.exists(temporary):
+                    os.remove(temporary)
+                raise OSError(f"can't write into frame_cache {self.frame_cache}: "
+                              f"{e.strerror or e}; mend that, or set another or none") from e
         return frames, partial
 
 

@@ -450,7 +450,15 @@ class PHANet(nn.Module):
             if missing:
                 raise ValueError(f"PHA-Net: {len(missing)} of {len(samples)} samples have no {key},"
                                  f" the first is {missing[0]!r}; a batch has it for all or none")
-            batch[side] = make(values)
+            try:
+                batch[side] = make(values)
+            except ValueError:
+                for s, v in zip(samples, values):  # whose fault is it?
+                    try:
+                        make([v])
+                    except ValueError as e:
+                        raise ValueError(f"{s.id}: {e}") from None
+                raise
         return batch
 
     def _text_inputs(self, captions):

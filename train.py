@@ -66,10 +66,12 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import time
 from dataclasses import fields
 from functools import partial
+from glob import escape, glob
 
 from configurator import at_once, configure, one_line_errors
 
@@ -77,7 +79,7 @@ from configurator import at_once, configure, one_line_errors
 # what can be known to be wrong before anything is loaded
 
 def check_settings(cfg, world):
-    """Whatever can be known to be wrong before anything is loaded. -> is there a run to resume"""
+    """Whatever can be known to be wrong before anything is loaded. -> find_run's answer"""
     from data import SAMPLERS, find_annotations  # numpy is imported, torch is not
     if cfg.batch_size % world:
         raise ValueError(f"batch_size {cfg.batch_size} is the global batch, and {world} processes "
@@ -92,8 +94,13 @@ def check_settings(cfg, world):
             raise ValueError(f"{key} is {getattr(cfg, key)} and must be at least 0 and below 1")
     if cfg.seed >= 2 ** 31:
         raise ValueError(f"seed is {cfg.seed} and must be below 2^31")
-    if not cfg.out_dir or os.path.isfile(cfg.out_dir):
-        raise ValueError(f"out_dir '{cfg.out_dir}' is no folder, and can't become one")
+    place = os.path.abspath(cfg.out_dir)
+    while not os.path.lexists(place):  # it, or the first of its parents that is there
+        place = os.path.dirname(place)
+    if not cfg.out_dir or not os.path.isdir(place):
+        what = f": {place} is a {'link to nothing' if os.path.islink(place) else 'file'}"
+        raise ValueError(f"out_dir '{cfg.out_dir}' is no folder, and can't become one"
+                         + (what if cfg.out_dir else ""))
     lowest = {'log_every': 1, 'eval_batch_size': 1, 'batch_size': 2}
     for key in ('epochs', 'warmup_epochs', 'chunk_size', 'num_workers', 'save_every', 'max_steps',
                 'grad_clip', 'weight_decay', 'learning_rate', 'adam_eps', 'frame_size', 'seed',
@@ -104,13 +111,41 @@ def check_settings(cfg, world):
         raise ValueError(f"sampler '{cfg.sampler}' is not one of {', '.join(SAMPLERS)}")
     more_is_better = dict.fromkeys(('R@1', 'R@5', 'R@10', 'RSum'), 0)
     pick({'t2v': more_is_better, 'v2t': more_is_better, 'SumR': 0}, cfg.select_metric)
-    started = os.path.lexists(os.path.join(cfg.out_dir, 'latest'))
-    if started and not cfg.resume:
-        raise FileExistsError(f"{cfg.out_dir} already holds a run; --resume goes on with it, "
-                              "or choose another --out_dir")
+    started = find_run(cfg.out_dir, cfg.resume)
     for split in (cfg.train_split, cfg.val_split):
         find_annotations(os.path.join(cfg.data, f'{split}.jsonl'))
     return started
+
+
+def find_run(out_dir, resume):
+    """
+    What to resume in out_dir: 'latest', or without that link (some copies drop links) the newest
+    checkpoint; False if there is no run. An error unless the run can be, and is to be, resumed.
+    """
+    links = [os.path.join(out_dir, name) for name in ('latest', 'best')]
+    steps = sorted((p for p in glob(os.path.join(escape(out_dir), 'step_*'))
+                    if re.fullmatch(r'step_\d{6,}', os.path.basename(p))),
+                   key=lambda p: int(p.rpartition('_')[2]))
+    if not steps and not any(map(os.path.lexists, links)):
+        return False
+    if not resume:
+        raise FileExistsError(f"{out_dir} already holds a run; --resume goes on with it, "
+                              "or choose another --out_dir")
+    whole = [os.path.basename(p) for p in steps if all(
+        os.path.isfile(os.path.join(p, f))
+        for f in ('config.json', 'model.safetensors', os.path.join('state', 'state.pt')))]
+    for link in links:
+        if os.path.lexists(link) and not os.path.islink(link):
+            how = f"`rm -r {link}` (--resume then takes {whole[-1]})" if whole else \
+                "use another --out_dir"
+            raise ValueError(f"{link} is no link to a step_* folder, as of a copy that followed "
+                             f"links: copy it again with cp -a or rsync -a, or {how}")
+    if os.path.lexists(links[0]):
+        return 'latest'
+    if not whole:
+        raise ValueError(f"{out_dir} holds a run without `latest` and without a complete step_* "
+                         "folder: nothing to resume; restore them, or use another --out_dir")
+    return whole[-1]
 
 
 def pick(result, name):
@@ -141,7 +176,8 @@ from tqdm import tqdm
 import backbones
 import data as datalib
 import losses
-from checkpoint import Log, describe, load_checkpoint, save_checkpoint, write_atomic
+from checkpoint import (Log, describe, load_checkpoint, lock, point, restore_best,
+                        save_checkpoint, write_atomic)
 
 # -----------------------------------------------------------------------------
 # processes, devices, model
@@ -368,6 +404,19 @@ def any_rank(flag, device):
     return bool(value.item())
 
 
+def tell_cut(cfg, long, device, say):
+    """How many captions, of all ranks, were longer than the model reads; nothing if none was."""
+    cut, of = long['cut'], long['of']
+    if dist.is_initialized():
+        counts = torch.tensor([cut, of], device=device)
+        dist.all_reduce(counts)
+        cut, of = counts.tolist()
+    if cut:
+        limit = next(f"{k}={getattr(cfg, k)}" for k in ('max_words', 'max_text_tokens')
+                     if hasattr(cfg, k))
+        say(f"note: {cut} of {of} captions were cut, {limit} is less than they have")
+
+
 def timed(loader, clock, stop):
     """The loader's batches; clock['wait'] sums up the seconds spent waiting for them."""
     batches = iter(loader)
@@ -402,6 +451,9 @@ def main(cfg):
     train_items, val_items = (
         datalib.load_annotations(os.path.join(cfg.data, f'{split}.jsonl'), paragraph=cfg.paragraph)
         for split in (cfg.train_split, cfg.val_split))
+    if len(train_items) < 2:
+        raise ValueError(f"{cfg.data}/{cfg.train_split}.jsonl has {len(train_items)} video: a "
+                         "contrastive loss needs at least 2, the others are the negatives")
     pairs = datalib.Pairs(train_items, root, cfg.num_frames, sampler=cfg.sampler,
                           size=cfg.frame_size, frame_cache=cfg.frame_cache,
                           on_bad_video=cfg.on_bad_video)
@@ -417,7 +469,26 @@ def main(cfg):
         model.check_trained()
     optimizer = make_optimizer(model, cfg, device)
     config_json = json.dumps(describe(cfg, world, torch_dtype(cfg, device)), indent=1)
-    step, best = load_checkpoint(cfg, model, optimizer, config_json) if started else (0, None)
+    if rank == 0:
+        os.makedirs(cfg.out_dir, exist_ok=True)
+        held = lock(cfg.out_dir)  # noqa: F841  until this function ends
+        if find_run(cfg.out_dir, cfg.resume) != started:
+            raise ValueError(f"another process trained in {cfg.out_dir} while this one started; "
+                             "start it again")
+    step, best = 0, None
+    if started:
+        step, best = load_checkpoint(cfg, model, optimizer, config_json, started)
+        if world > 1:
+            dist.barrier()  # the links change when all have read
+        if rank == 0 and started != 'latest':
+            point(cfg.out_dir, 'latest', started)
+            say(f"note: {cfg.out_dir} has no link `latest`, its newest checkpoint {started} is "
+                "taken")
+        # a score to beat that no checkpoint stands for would leave the run without a `best`
+        if any_rank(rank == 0 and not restore_best(cfg.out_dir, best), device):
+            say(f"warning: the best checkpoint, of step {best['step']}, is gone from "
+                f"{cfg.out_dir}; the next validation picks a new one")
+            best = None
     say(config_json)
     for split, items in ((cfg.train_split, train_items), (cfg.val_split, val_items)):
         say(f"split {split}: {len(items)} videos, {sum(len(i.captions) for i in items)} captions")
@@ -426,7 +497,6 @@ def main(cfg):
         f"{cfg.epochs} epochs of {per_epoch} steps")
     say(model.summary())
     if rank == 0:
-        os.makedirs(cfg.out_dir, exist_ok=True)
         write_atomic(os.path.join(cfg.out_dir, 'config.json'), config_json)
     log = Log(cfg, step if started else -1, quiet=rank != 0)
     train_model = model
@@ -460,6 +530,7 @@ def main(cfg):
     stop = catch_signals()
     collate = partial(collate_chunks, collate=model.collate, chunk_size=cfg.chunk_size)
     trained = [p for p in model.parameters() if p.requires_grad]
+    long = {'cut': 0, 'of': 0}  # captions of this process's first epoch
     bar = tqdm(total=last, initial=min(step, last), disable=rank != 0, desc='train', unit='step')
     while step < last:
         epoch, at = divmod(step, per_epoch)
@@ -467,6 +538,10 @@ def main(cfg):
         loader = datalib.make_loader(pairs, batches, collate, cfg.num_workers)
         clock = {'start': time.time(), 'wait': 0.0, 'steps': 0}
         for chunks, ids, names in timed(loader, clock, stop):
+            if long is not None:
+                long['cut'] += sum(int(chunk['text']['cut'].sum()) for chunk in chunks
+                                   if 'cut' in chunk['text'])
+                long['of'] += len(names)
             chunks, ids = [to_device(chunk, device) for chunk in chunks], ids.to(device)
             model.train()
             # dropout is a function of (seed, step, rank): no state of it to restore on resuming
@@ -493,6 +568,9 @@ def main(cfg):
                      # means since the epoch (or a resumed part of it) began
                      's/step': spent / clock['steps'], 'waiting': clock['wait'] / spent})
             epoch_end, stopped = step % per_epoch == 0, any_rank(stop['asked'], device)
+            if long is not None and (epoch_end or step == last):
+                tell_cut(cfg, long, device, tqdm.write if rank == 0 else say)
+                long = None  # the other epochs have the same captions
             if epoch_end or step == last or stopped or step % (cfg.save_every or total) == 0:
                 # a run cut short by max_steps in its first epoch has no `best` yet
                 save(validate=epoch_end or (step == last and best is None))
@@ -511,10 +589,14 @@ def main(cfg):
     if skipped:
         say(f"skipped {len(skipped)} unreadable training videos: {', '.join(skipped[:8])}"
             f"{' ...' if len(skipped) > 8 else ''}")
+    following = f"next: python eval.py --ckpt {cfg.out_dir}"
     if best is None:  # a run that was stopped in its first epoch and now goes no further
-        best = {'score': math.nan, 'step': None}
-    say(f"done: {step} steps, best {cfg.select_metric} on {cfg.val_split} {best['score']:.2f} at "
-        f"step {best['step']}; next: python eval.py --ckpt {cfg.out_dir}")
+        say(f"done: {step} steps, no validation and so no `best`; {following} --which=latest")
+    else:
+        lost = not os.path.exists(os.path.join(cfg.out_dir, 'best'))
+        say(f"done: {step} steps, best {cfg.select_metric} on {cfg.val_split} {best['score']:.2f} "
+            f"at step {best['step']}{', which is gone' * lost}; {following}"
+            f"{' --which=latest' * lost}")
 
 
 if __name__ == '__main__':

@@ -179,6 +179,24 @@ def test_show_runs_nothing_and_only_must_fit(here, capsys):
         run('--only=zzz')
 
 
+def test_show_writes_nothing(here, capsys):
+    run('--show')
+    assert not Path('out').exists()
+    run('--seeds=1', '--only=default')
+    before = Path('out/toy.json').read_text()
+    run('--seeds=1', '--show', '--change=epochs=2')
+    assert Path('out/toy.json').read_text() == before
+    run('--seeds=1', '--show')
+    assert row_of(capsys, 'all')[0] == '0.0'
+
+
+def test_every_run_put_aside_is_kept(here):
+    for n in (1, 2, 3, 4):
+        run('--seeds=1', '--only=default', f'--change=epochs={n}')
+    assert [json.loads(Path(f'out/default_s0{end}/config.json').read_text())['settings']['epochs']
+            for end in ('.old', '.old2', '.old3', '')] == [1, 2, 3, 4]
+
+
 def test_a_run_that_fails_does_not_stop_the_others(here, capsys):
     with pytest.raises(ValueError, match="1 runs failed, the first: mu_pcl=0,lambda_dl=0_s0: "
                                          "train.py: no such luck .log: out/mu_pcl"):

@@ -278,6 +278,9 @@ def test_ctrl_c_ends_in_one_line_of_the_first_rank_and_130(monkeypatch, capsys):
 
 @pytest.mark.parametrize("error, says", [
     (ValueError("two\nlines"), "script.py: two lines  (NANOTVR_TRACEBACK=1 shows where)"),
+    (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "),
+     "script.py: DataLoader worker (pid 7) is killed by signal: Killed: often the machine's memory "
+     "is full; lower num_workers, batch_size or frame_size"),
     (OSError(2, "not there"), "script.py: [Errno 2] not there  (NANOTVR_TRACEBACK=1 shows where)"),
     (SystemExit("command line: no"), "command line: no")])
 def test_other_ranks_let_the_first_speak_and_keep_what_they_have_to_say(monkeypatch, error, says):
@@ -289,6 +292,8 @@ def test_other_ranks_let_the_first_speak_and_keep_what_they_have_to_say(monkeypa
         with pytest.raises(SystemExit) as e:
             one_line_errors(raiser(error))
         assert e.value.code == says and len(slept) == int(rank)
+    with pytest.raises(RuntimeError, match="a bug"):
+        one_line_errors(raiser(RuntimeError("a bug")))
     with pytest.raises(SystemExit):
         one_line_errors(raiser(SystemExit(0)))  # --help is no error
     assert len(slept) == 1 and one_line_errors(lambda: 7) == 7

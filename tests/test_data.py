@@ -335,6 +335,23 @@ def test_unreadable_file_is_named_with_its_reason(files, name, says, reader):
     assert reader == "decord" or says in str(e.value)
 
 
+def test_a_folder_is_told_from_a_missing_file(tmp_path):
+    with pytest.raises(data.BadVideo, match="it is a folder, not a file; replace"):
+        data.read_frames(str(tmp_path), 4)
+
+
+@pytest.mark.parametrize("size", [0, 32])
+def test_a_video_that_is_too_thin_is_a_bad_one(tmp_path, size):
+    thin = encode(tmp_path / "thin.mkv", np.zeros((3, 2, 402, 3), np.uint8), "ffv1", "bgr0")
+    encode(tmp_path / "long.mkv", np.zeros((3, 2, 400, 3), np.uint8), "ffv1", "bgr0")
+    for reader in ("auto", "pyav"):
+        with pytest.raises(data.BadVideo, match="thin.mkv.*a frame of 402x2 is too thin"):
+            data.read_frames(thin, 2, reader=reader, size=size)
+    pairs = data.Pairs(items_of("thin.mkv", "long.mkv"), tmp_path, 2, size=size,
+                       on_bad_video="skip")
+    assert pairs[0].id == pairs[1].id and pairs.clips.skipped() == [pairs.clips.items[0].id]
+
+
 @pytest.mark.parametrize("name", ["truncated.mp4", "stopped.mp4", "corrupt.mp4", "truncated.mkv",
                                   "damaged.mkv"])
 def test_partial_file_is_read_where_it_decodes_and_reported(files, name, capfd):
@@ -457,6 +474,17 @@ def test_raise_is_one_line_that_names_the_file(files, workers):
     if workers:
         batches._shutdown_workers()  # left to the garbage collector it takes torch 10 s
     assert said.startswith("cannot read") and "text.mp4" in said and "\n" not in said
+
+
+def test_a_cache_on_a_full_disk_is_one_line_and_leaves_no_half_file(files, tmp_path, monkeypatch):
+    def full(f, frames):
+        f.write(b"half")
+        raise OSError("512 requested and 0 written")  # numpy's, without an errno
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(OSError, match="can't write into frame_cache .*: 512 requested and 0 writ"):
+        data.Videos(items_of("ok.mp4"), files, 4, frame_cache=str(tmp_path))[0]
+    assert not os.listdir(tmp_path)
 
 
 def test_evaluation_marks_what_is_missing(files, capfd):

@@ -1110,6 +1110,13 @@ def test_frames_are_bytes_until_they_are_on_the_device(tiny_clip):
         model.collate(texts)
 
 
+def test_a_sample_that_cannot_be_collated_is_named(tiny_clip):
+    model, items = make(tiny_clip), samples()
+    items[2].frames = np.zeros((4, 1, 400, 3), dtype=np.uint8)
+    with pytest.raises(ValueError, match="^clip2: a frame of 400x1 is too thin"):
+        model.collate(items)
+
+
 # ---------------------------------------------------------------- gradient cache
 
 

@@ -421,7 +421,7 @@ def test_a_checkpoint_holds_what_is_trained_and_nothing_else(finished, tiny_qwen
     assert config['world'] == 1 and config['precision'] == 'float32'
     # two checkpoints stay: the last one and the best, which is the only validated one, step 4
     assert sorted(p.name for p in finished.iterdir()) == [
-        'best', 'config.json', 'latest', 'log.jsonl', 'step_000004', 'step_000006']
+        '.lock', 'best', 'config.json', 'latest', 'log.jsonl', 'step_000004', 'step_000006']
     assert target(finished, 'best') == 'step_000004'
     assert state['best']['step'] == 4
     assert state['best']['score'] == [r['SumR'] for r in lines(finished) if 'SumR' in r][0]
@@ -661,7 +661,170 @@ def test_resuming_refuses_another_precision_and_notes_another_number_of_processe
 
 
 # -----------------------------------------------------------------------------
+# a run's folder that was copied, filled or shared
+
+@pytest.fixture
+def copied(finished, tiny_data, tiny_qwen2vl, tmp_path):
+    """-> (a copy of the finished run, the arguments that resume it)"""
+    shutil.copytree(finished, tmp_path / 'run', symlinks=True)
+    return tmp_path / 'run', argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, chunk_size=4)
+
+
+def test_a_run_copied_without_its_links_is_still_a_run(copied, finished, capsys):
+    out, args = copied
+    for link in ('latest', 'best'):  # as rsync -r leaves it
+        (out / link).unlink()
+    before = sorted((p, p.stat().st_mtime_ns) for p in out.rglob('*'))
+    assert 'already holds a run; --resume goes on' in error_of(args)
+    assert before == sorted((p, p.stat().st_mtime_ns) for p in out.rglob('*'))
+    train_here([*args, '--resume'])
+    assert 'has no link `latest`, its newest checkpoint step_000006 is taken' in (
+        capsys.readouterr().out)
+    assert_same_checkpoint(finished, out)
+    assert target(out, 'best') == target(finished, 'best') == 'step_000004'
+    assert lines(out) == lines(finished)
+    # nothing complete is left
+    (out / 'latest').unlink()
+    for folder in out.glob('step_*'):
+        (folder / 'config.json').unlink()
+    assert 'without a complete step_* folder: nothing to resume' in error_of([*args, '--resume'])
+    assert len(list(out.glob('step_*'))) == 2
+
+
+@pytest.mark.parametrize('link', ['latest', 'best'])
+def test_a_link_that_became_a_folder_is_told_before_training(copied, link):
+    out, args = copied
+    (out / link).unlink()
+    shutil.copytree(out / 'step_000004', out / link)  # as cp -rL leaves it
+    text = error_of([*args, '--resume', '--max_steps=8'])
+    assert f'{link} is no link' in text and f'rm -r {out / link}' in text and 'step_000006' in text
+    assert lines(out)[-1]['step'] == 6
+
+
+def test_a_best_that_is_lost_is_not_promised(copied, capsys):
+    out, args = copied
+    (out / 'best').unlink()
+    shutil.rmtree(out / 'step_000004')
+    train_here([*args, '--resume'])
+    said = capsys.readouterr().out
+    assert 'warning: the best checkpoint, of step 4, is gone' in said
+    assert 'done: 6 steps, no validation and so no `best`; next: python eval.py' in said
+    assert said.rstrip().endswith('--which=latest')
+    train_here([*args, '--resume', '--max_steps=8'])
+    assert target(out, 'best') == 'step_000008'
+
+
+def test_a_best_link_lost_while_training_is_made_anew(trapped):
+    best = {'score': 1.0, 'step': 1}
+    save(trapped, Bystander(), 1, best, is_best=True)
+    os.remove(os.path.join(trapped.cfg.out_dir, 'best'))
+    save(trapped, Bystander(), 2, best)
+    assert load(trapped, 'best') == (1, best) and load(trapped) == (2, best)
+
+
+@pytest.mark.parametrize('error', [OSError(28, 'No space left on device'),
+                                   checkpoint.SafetensorError('Error: No space left on device')])
+def test_a_full_disk_is_one_line_and_leaves_no_half_checkpoint(trapped, error, monkeypatch):
+    def full(tensors, path):
+        Path(path).write_bytes(b'half')
+        raise error
+
+    save(trapped, Bystander(), 1, None)
+    monkeypatch.setattr(checkpoint, 'save_file', full)
+    with pytest.raises(OSError, match="can't save .*step_000002 .*No space left on device.*; the "
+                                      "last good checkpoint stands in latest/"):
+        save(trapped, Bystander(), 2, None)
+    assert sorted(os.listdir(trapped.cfg.out_dir)) == ['latest', 'step_000001']
+    assert load(trapped) == (1, None)
+
+
+def test_a_full_disk_leaves_no_half_text(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(os, 'fsync', full)
+    with pytest.raises(OSError, match="can't write .*config.json: No space left on device"):
+        checkpoint.write_atomic(str(tmp_path / 'config.json'), 'text')
+    assert not os.listdir(tmp_path)
+
+
+def hold(out, held, release):
+    kept = checkpoint.lock(str(out))
+    held.set()
+    release.wait(60)
+    kept.close()
+
+
+def test_two_runs_in_one_folder_are_refused(tiny_data, tiny_qwen2vl, tmp_path):
+    (tmp_path / 'run').mkdir()
+    context = multiprocessing.get_context('forkserver')
+    held, release = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(tmp_path / 'run', held, release))
+    other.start()
+    assert held.wait(60)
+    args = argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, max_steps=1)
+    assert f"another process is training in {tmp_path / 'run'}" in error_of(args)
+    assert os.listdir(tmp_path / 'run') == ['.lock']
+    other.kill()  # the kernel gives the lock back
+    other.join()
+    checkpoint.lock(str(tmp_path / 'run')).close()
+
+
+def test_a_run_that_another_process_began_meanwhile_is_not_overwritten(
+        tiny_data, tiny_qwen2vl, tmp_path, monkeypatch):
+    def lock(out):  # the other one has begun, and ended, while this one loaded its model
+        (tmp_path / 'run' / 'step_000001').mkdir()
+
+    monkeypatch.setattr(train, 'lock', lock)
+    assert 'already holds a run' in error_of(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl))
+    assert os.listdir(tmp_path / 'run') == ['step_000001']
+
+
+def test_what_is_not_finite_in_a_checkpoint_is_named(copied):
+    out, args = copied
+    state = torch.load(out / 'latest' / 'state' / 'state.pt', weights_only=True)
+    state['optimizer']['state'][0]['exp_avg'].view(-1)[0] = math.inf
+    torch.save(state, out / 'latest' / 'state' / 'state.pt')
+    text = error_of([*args, '--resume'])
+    assert 'latest/state/state.pt: exp_avg of parameter 0 is not finite' in text
+    tensors = load_file(out / 'latest' / 'model.safetensors')
+    tensors['slots'][0, 0] = math.nan
+    save_file(tensors, out / 'latest' / 'model.safetensors')
+    text = error_of([*args, '--resume'])
+    assert 'latest/model.safetensors: slots is not finite' in text
+    assert 'stands in latest' not in text
+
+
+def test_an_out_dir_that_can_not_be_made_is_told(tiny_data, tiny_qwen2vl, tmp_path):
+    (tmp_path / 'link').symlink_to('nothing')
+    (tmp_path / 'file').touch()
+    for out, what in (('link', 'link to nothing'), ('link/run', 'link to nothing'),
+                      ('file/run', 'file')):
+        text = error_of(argv(tmp_path / out, tiny_data, tiny_qwen2vl))
+        assert text.count(f"can't become one: {tmp_path / Path(out).parts[0]} is a {what}") == 1
+
+
+# -----------------------------------------------------------------------------
 # runs that go wrong
+
+def test_one_video_has_no_negatives(tiny_data, tiny_qwen2vl, tmp_path):
+    row = json.loads(Path(tiny_data, 'train.jsonl').read_text().splitlines()[0])
+    row['captions'] *= 6
+    (tmp_path / 'train.jsonl').write_text(json.dumps(row))
+    shutil.copy(os.path.join(tiny_data, 'val.jsonl'), tmp_path)
+    text = error_of(argv(tmp_path / 'run', tmp_path, tiny_qwen2vl,
+                         video_root=os.path.join(tiny_data, 'videos')))
+    assert 'train.jsonl has 1 video: a contrastive loss needs at least 2' in text
+
+
+def test_captions_that_are_cut_are_counted_once(tiny_data, tiny_qwen2vl, tmp_path, capsys):
+    args = argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, max_text_tokens=5, max_steps=8)
+    train_here([*args, '--chunk_size=4'])
+    n = sum(len(backbones.load(tiny_qwen2vl).plain_ids(json.loads(row)['captions'][0])) > 5
+            for row in Path(tiny_data, 'train.jsonl').read_text().splitlines())
+    said = capsys.readouterr().out
+    assert n and said.count('captions were cut') == 1
+    assert f'note: {n} of 24 captions were cut, max_text_tokens=5 is less than they have' in said
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_data, tiny_qwen2vl, tmp_path, monkeypatch):
     data = tmp_path / 'data'
@@ -830,6 +993,18 @@ def test_an_error_in_a_loaders_worker_is_one_line_too(
     monkeypatch.setattr(backbones, 'fit_size', fit_size)
     text = error_of(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, num_workers=1))
     assert text.count('a frame is too thin') == 1 and 'Traceback' not in text
+
+
+def test_a_loaders_worker_that_is_killed_is_one_line_with_a_remedy(
+        tiny_data, tiny_qwen2vl, tmp_path, monkeypatch):
+    def fit_size(*args):
+        assert os.getpid() != here
+        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when the memory is full
+
+    here = os.getpid()
+    monkeypatch.setattr(backbones, 'fit_size', fit_size)
+    text = error_of(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, num_workers=1))
+    assert 'DataLoader worker (pid' in text and 'lower num_workers' in text
 
 
 def test_the_global_batch_must_be_shared_evenly(tiny_data, tiny_qwen2vl, tmp_path):

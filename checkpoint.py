@@ -74,7 +74,7 @@ def save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best):
     """
     name = f'step_{step:06d}'
     folder = os.path.join(cfg.out_dir, name)
-    if folder not in linked(cfg.out_dir):
+    if os.path.realpath(folder) not in linked(cfg.out_dir):
         remove(folder)  # nothing points to it: half removed, or of a run that died before it began
         temporary = os.path.join(cfg.out_dir, f'.{name}.{os.getpid()}.tmp')
         remove(temporary)
@@ -97,7 +97,8 @@ def save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best):
         path = os.path.join(cfg.out_dir, entry)
         # only names that this file gives: whatever else lies in the folder is somebody's own
         if LEFT_BY_A_KILL.fullmatch(entry) or (
-                re.fullmatch(r'step_\d{6,}', entry) and path not in linked(cfg.out_dir)):
+                re.fullmatch(r'step_\d{6,}', entry)
+                and os.path.realpath(path) not in linked(cfg.out_dir)):
             remove(path)
 
 
@@ -170,9 +171,9 @@ def load_trainable(model, state):
 
 
 def linked(out_dir):
-    """The folders that `latest` and `best` point to."""
+    """The real paths that `latest` and `best` point to, however somebody spelled the links."""
     links = (os.path.join(out_dir, name) for name in ('latest', 'best'))
-    return {os.path.join(out_dir, os.readlink(link)) for link in links if os.path.islink(link)}
+    return {os.path.realpath(link) for link in links if os.path.islink(link)}
 
 
 def read(path, reader, instead='point latest to another step_* folder, or use another --out_dir'):

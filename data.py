@@ -445,9 +445,9 @@ class Clips:
             pass
         frames, partial = decode(path, *self.how)
         if partial is None:  # so that a partial file is named in every run
-            os.makedirs(self.frame_cache, exist_ok=True)
             temporary = f"{name}.{os.getpid()}.tmp"
             try:
+                os.makedirs(self.frame_cache, exist_ok=True)
                 with open(temporary, "wb") as f:
                     np.save(f, frames)
                 os.replace(temporary, name)

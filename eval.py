@@ -96,6 +96,10 @@ def configured():
     if not args.compare:
         from data import find_annotations  # numpy is imported, torch is not
         check_output("json", args.json)
+        results = os.path.join(args.ckpt, "metrics.json")
+        if args.json and os.path.realpath(args.json) == os.path.realpath(results):
+            raise ValueError(f"json '{args.json}' is where the run keeps the results of all its "
+                             "splits; name another file")
         trained = run_settings(find_checkpoint(args) / "config.json")
         data = trained["data"] if args.data is None else args.data
         find_annotations(os.path.join(data, f"{args.split}.jsonl"))

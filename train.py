@@ -510,7 +510,12 @@ def main(cfg):
         is_best = False
         if validate:
             import eval as evaluation  # the same code as `python eval.py`; it imports this file
-            result = evaluation.evaluate(model, val_items, cfg, cfg.val_split, device, autocast)
+            try:
+                result = evaluation.evaluate(model, val_items, cfg, cfg.val_split, device, autocast)
+            except BaseException:  # a bad validation video must not cost the epoch
+                if rank == 0 and step:
+                    save_checkpoint(cfg, model, optimizer, step, best, config_json, is_best=False)
+                raise
             score = pick(result, cfg.select_metric)
             is_best = best is None or score > best['score']
             best = {'score': score, 'step': step} if is_best else best

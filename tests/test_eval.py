@@ -713,3 +713,10 @@ def test_a_run_older_than_a_setting_has_its_default():
     assert settings["num_slots"] == 2 and settings["seed"] == 7
     assert settings["slot_readout"] == "preceding"      # of MARSConfig
     assert settings["eval_batch_size"] == 64            # of train.py
+
+
+def test_json_may_not_be_where_the_run_keeps_all_its_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["eval.py", f"--ckpt={tmp_path}",
+                                      f"--json={tmp_path}/./metrics.json"])
+    with pytest.raises(ValueError, match="results of all its splits"):
+        E.configured()

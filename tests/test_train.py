@@ -1234,3 +1234,25 @@ def test_only_leftovers_of_our_own_names_are_removed(name, ours):
 def test_a_prompt_typed_in_a_shell_has_its_line_break():
     from model_mars import MARSConfig
     assert MARSConfig(video_prompt=r'<video>\nWhat?').video_prompt == '<video>\nWhat?'
+
+
+def test_a_bad_validation_video_costs_no_trained_step(tiny_data, tiny_qwen2vl, tmp_path):
+    data = tmp_path / 'data'
+    shutil.copytree(tiny_data, data)
+    (data / 'videos' / 'val0.mp4').write_bytes(b'')
+    args = argv(tmp_path / 'run', str(data), tiny_qwen2vl)
+    assert 'val0.mp4' in error_of(args)
+    assert os.readlink(tmp_path / 'run' / 'latest') != 'step_000000'
+
+
+@pytest.mark.parametrize('spelled', ['step_000002/', './step_000002', '{out}/step_000002'])
+def test_a_best_linked_by_hand_is_kept(tmp_path, spelled):
+    cfg, model = SimpleNamespace(out_dir=str(tmp_path)), Bystander()
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_checkpoint(cfg, model, optimizer, 2, {'score': 1.0, 'step': 2}, '{}', True)
+    (tmp_path / 'best').unlink()
+    (tmp_path / 'best').symlink_to(spelled.format(out=tmp_path))
+    for step in (3, 4):
+        save_checkpoint(cfg, model, optimizer, step, {'score': 1.0, 'step': 2}, '{}', False)
+    assert (tmp_path / 'best' / 'model.safetensors').is_file()
+    assert not (tmp_path / 'step_000003').exists()

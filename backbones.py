@@ -151,6 +151,34 @@ class Backbone:
             inputs['labels'] = input_ids.masked_fill(~keep, -100)              # [B, L]
         return inputs
 
+    def collate_samples(self, samples, prompt, **how):
+        """
+        `collate` of samples (id, caption, frames): of what the prompt names, <video>, {caption} or
+        both, every sample must have it. ValueError names the sample that is at fault.
+        """
+        used = {'captions': 'caption'} if '{caption}' in prompt else {}
+        used |= {'frames': 'frames'} if '<video>' in prompt else {}
+        if not used:
+            raise ValueError(f"prompt {prompt!r} holds neither <video> nor {{caption}}")
+        for key in used.values():
+            missing = [s.id for s in samples if getattr(s, key) is None]
+            if missing:
+                raise ValueError(f"{len(missing)} of {len(samples)} samples have no {key}, the "
+                                 f"first is {missing[0]!r}; a batch has it for all or none")
+
+        def collate(samples):
+            content = {key: [getattr(s, k) for s in samples] for key, k in used.items()}
+            return self.collate(prompt, **content, **how)
+        try:
+            return collate(samples)
+        except ValueError:
+            for s in samples:  # whose fault is it?
+                try:
+                    collate([s])
+                except ValueError as e:
+                    raise ValueError(f"{s.id}: {e}") from None
+            raise
+
 
 @dataclass
 class DualEncoder:

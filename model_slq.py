@@ -254,29 +254,8 @@ class SLQ(nn.Module):
 
     def collate_prompt(self, samples, prompt):
         """Inputs of samples that share a prompt; what it names of <video> and {caption} is used."""
-        used = {"captions": "caption"} if "{caption}" in prompt else {}
-        used |= {"frames": "frames"} if "<video>" in prompt else {}
-        if not used:
-            raise ValueError(f"SLQ: prompt {prompt!r} holds neither <video> nor {{caption}}")
-        for key in used.values():
-            missing = [s.id for s in samples if getattr(s, key) is None]
-            if missing:
-                raise ValueError(f"SLQ: {len(missing)} of {len(samples)} samples have no {key}, "
-                                 f"the first is {missing[0]!r}; a batch has it for all or none")
-
-        def collate(samples):
-            content = {key: [getattr(s, k) for s in samples] for key, k in used.items()}
-            return self.backbone.collate(prompt, **content, n_append=self.n_append,
-                                         max_text_tokens=self.config.max_text_tokens)
-        try:
-            return collate(samples)
-        except ValueError:
-            for s in samples:  # whose fault is it?
-                try:
-                    collate([s])
-                except ValueError as e:
-                    raise ValueError(f"{s.id}: {e}") from None
-            raise
+        return self.backbone.collate_samples(samples, prompt, n_append=self.n_append,
+                                             max_text_tokens=self.config.max_text_tokens)
 
     def _content(self, inputs):
         """

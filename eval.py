@@ -266,7 +266,7 @@ def encode(model, side, dataset, order, batch_size, num_workers=0, device="cpu",
 
 
 @torch.no_grad()
-def similarity(score, text, video, tile=TILE, device="cpu", say=lambda *_: None):
+def similarity(score, text, video, tile=TILE, device="cpu", say=lambda *_: None, quiet=False):
     """
     score (model.similarity or slot_similarity) in tiles over both axes -> fp32 [..., Nt, Nv].
 
@@ -288,7 +288,7 @@ def similarity(score, text, video, tile=TILE, device="cpu", say=lambda *_: None)
     rows, columns = list(tiles(text)), list(tiles(video))
     mine, strips = rows[rank::n_rank], []
     bar = tqdm(total=len(mine) * len(columns), desc="score", leave=False, unit="tile",
-               disable=rank > 0)
+               disable=quiet or rank > 0)
     for t, nt in mine:
         t, strip = cut(text, t), []
         for v, nv in columns:

@@ -19,6 +19,12 @@ from data import (SAMPLERS, frames_of, orientation, packets, read_frames, resize
                   video_stream)
 
 
+def clock(t):
+    """Seconds as people write them."""
+    tenths = round(10 * t)
+    return f"{tenths // 600}:{tenths % 600 / 10:04.1f}"
+
+
 def timeline(path):
     """-> times of the frames [n] in order, and where the last one ends. Nothing is decoded."""
     import av

@@ -118,6 +118,7 @@ import eval as evaluation
 import moments as cinema
 import shelf
 from data import Sample, visible
+from moments import clock
 
 CHUNK = 8             # windows of a video that are encoded together; a whole is encoded alone
 BLOCK = 64 * 2 ** 20  # bytes of vectors that are scored at once
@@ -570,7 +571,7 @@ def explain(run, query, items, hit, words=None):
         best, frame = A.max(1)
         weight = query["I_gamma"][0, :len(words)] * best
         for i in weight.argsort(descending=True).tolist():
-            if words[i] and len(matches) < 4:
+            if any(map(str.isalnum, words[i])) and len(matches) < 4:
                 t = hit["start"] + (int(frame[i]) + 0.5) / T * (hit["end"] - hit["start"])
                 matches.append((words[i], t, float(best[i])))
     return {"parts": parts, "matches": matches}
@@ -593,10 +594,6 @@ def queries(args, run):
     for path in filter(None, (args.image, args.video)):
         names = [f"frame {i + 1}" for i in range(run.cfg.num_frames)]
         yield path, run.video_features([path]), names
-
-
-def clock(t):
-    return f"{int(t // 60)}:{t % 60:04.1f}"
 
 
 def answer(args, run, reader):
@@ -661,7 +658,8 @@ def main(args):
             print(table(text, hits, args.why), flush=True)
     if args.command == "page":
         import page
-        page.write_hits(args.out, found, args.root)
+        stills = {path: cinema.stills(path, [0.0]) for path in (args.image, args.video) if path}
+        page.write_hits(args.out, found, args.root, stills)
         print(f"wrote {args.out}")
     elif args.json:
         print(jsonlib.dumps([as_json(text, hits, args.why) for text, hits in found], indent=1))

@@ -53,7 +53,7 @@ class Hit:
     title: str
     full: str               # path of the video, "" if it is not to be shown
     start: float = 0.0
-    end: float = 0.0
+    end: float = 0.0        # 0: its own end
     about: str = ""         # a line below the title
     bars: list = field(default_factory=list)   # (name, score), drawn from 0 to 1
     right: bool = False     # this is the one that was looked for
@@ -89,8 +89,9 @@ def picture(jpeg):
 def card(hit, folder):
     out = [f'<div class="hit{" right" * hit.right}">']
     if hit.full:
-        n = 4 if hit.end - hit.start > 0.2 else 1
-        times = [hit.start + (i + 0.5) / n * (hit.end - hit.start) for i in range(n)]
+        end = hit.end or cinema.length(hit.full)
+        n = 4 if end - hit.start > 0.2 else 1
+        times = [hit.start + (i + 0.5) / n * (end - hit.start) for i in range(n)]
         stills = cinema.stills(hit.full, times)
         poster = "" if not stills else ' poster="data:image/jpeg;base64,' \
             f'{base64.b64encode(stills[0]).decode()}"'

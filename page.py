@@ -70,7 +70,7 @@ class Section:
 def text(s):
     """For between tags and in quoted attributes; what no UTF-8 file can hold is escaped before."""
     s = str(s).encode("utf-8", "backslashreplace").decode()
-    return html.escape("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in s))
+    return html.escape("".join(c if c.isprintable() else ascii(c)[1:-1] for c in s))
 
 
 def link(path, folder):

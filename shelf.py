@@ -366,6 +366,8 @@ class Reader:
         self.start, self.end = torch.tensor(spans, dtype=torch.float64).T
         self.whole = torch.ones(n, dtype=torch.bool)
         self.whole[:-1] = self.video[1:] != self.video[:-1]
+        # what a search for moments ranks: a video that has none is its own
+        self.moment = ~self.whole | (torch.bincount(self.video)[self.video] == 1)
         for (first, tensors), (last, _) in zip(self.shards, [*self.shards[1:], (n, None)]):
             for key, x in tensors.items():
                 if len(x) != last - first:
@@ -373,11 +375,12 @@ class Reader:
                                      f"{last - first}; delete the folder and make it anew")
 
     def chunks(self, size, keys=None):
-        """Yields (first row, Features) of at most about `size` bytes, mapped where fp32."""
+        """Yields (first row, Features): fp32 as it is mapped, int8 unpacked `size` bytes a time."""
         for first, tensors in self.shards:
             n = len(next(iter(tensors.values())))
-            each = sum(x[0].numel() * 4 for k, x in tensors.items() if keys is None or k in keys)
-            step = max(1, size // max(each, 1))
+            each = sum(x[0].numel() * 4 for k, x in tensors.items()
+                       if x.dtype == torch.int8 and (keys is None or k in keys))
+            step = max(1, size // each) if each else n
             for i in range(0, n, step):
                 yield first + i, unpack({k: x[i:i + step] for k, x in tensors.items()}, keys)
 

@@ -36,16 +36,18 @@ OTHER_ENDS = re.compile(r"\.(json|jsonl|txt|csv|tsv|md|py|sh|npy|npz|pth?|pkl|pi
 # --------------------------------------------------------------------------------------------------
 # the command line
 
-def arguments(doc, here, argv=None, videos="videos", limits=(), **more):
+def arguments(doc, here, argv=None, unit="videos", limits=(), **more):
     """
-    argparse's result. more: further options, name=(default, help) or name=(default, help, choices).
+    argparse's result; unit is what a line stands for. more: further options, name=(default, help)
+    or name=(default, help, choices).
     """
+    files = "videos" if unit == "videos" else "images"
     parser = argparse.ArgumentParser(description=doc,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--annotations", default=str(here), metavar="DIR",
                         help="folder of the annotation files (looked for two folders deep)")
     parser.add_argument("--videos", default="", metavar="DIR",
-                        help=f"folder of the {videos}, to find each one's file; train.py's "
+                        help=f"folder of the {files}, to find each one's file; train.py's "
                              "--video_root is then the same folder")
     parser.add_argument("--out", default=str(here), metavar="DIR", help="where to write")
     parser.add_argument("--layout", default="", help="take this layout if there are several")
@@ -62,6 +64,7 @@ def arguments(doc, here, argv=None, videos="videos", limits=(), **more):
         parser.add_argument(f"--{name}", default=default, help=about,
                             choices=choices[0] if choices else None)
     args = parser.parse_args(argv)
+    args.unit = unit
     if args.val is not None and args.val < 0:
         parser.error(f"--val is {args.val}, the least is 0")
     if args.videos and not os.path.isdir(args.videos):
@@ -100,8 +103,8 @@ def find_layout(args, what, layouts):
         lines = [f"  {name}: {', '.join(p for ps in roles.values() for p in ps)}"
                  for name, roles in wanted.items()]
         raise FileNotFoundError("\n".join(
-            [f"{os.path.abspath(args.annotations)} holds no annotations of {what}. Looked there and "
-             "two folders deep for one of", *lines,
+            [f"{os.path.abspath(args.annotations)} holds no annotations of {what}. Looked there "
+             "and two folders deep for one of", *lines,
              f"found {len(there)} files{': ' if there else ''}"
              f"{', '.join(sorted(there)[:8])}{', ...' if len(there) > 8 else ''}; "
              "set --annotations to the folder that holds them"]))
@@ -178,7 +181,9 @@ def read_lines(path):
 def read_csv(path, columns):
     """Rows as dicts by the header's names; it must have `columns`, others may be there."""
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(io.StringIO(text_of(path), newline=""), strict=True)
+    # strict tells of an open quote, and does not like blanks after the last one of a line
+    text = re.sub(r'"[ \t]+(\r?)$', r'"\1', text_of(path), flags=re.MULTILINE)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header, start = None, 1
     while True:
         try:
@@ -291,8 +296,8 @@ def unique(rows):
             seen.add(key)
             yield where, row
     if repeated:
-        print(f"  rows that repeat an earlier one whole are left out: {len(repeated):,} (the first: "
-              f"{repeated[0]})")
+        print(f"  rows that repeat an earlier one whole are left out: {len(repeated):,} (the "
+              f"first: {repeated[0]})")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -315,7 +320,7 @@ def get(row, names, where, kind=str):
 def clean(text, where, what="caption"):
     """A caption on one line. Blanks inside it stay as they are."""
     if not isinstance(text, str):
-        raise ValueError(f"{where}: {what} {text!r:.60} is a {type(text).__name__}, expected a text")
+        raise ValueError(f"{where}: {what} {text!r:.60} is a {type(text).__name__}, not a text")
     text = " ".join(s.strip() for s in text.splitlines() if s.strip())
     try:
         text.encode()
@@ -427,13 +432,13 @@ def save(path, lines):
 # --------------------------------------------------------------------------------------------------
 # the report
 
-def count_line(name, split, expected):
+def count_line(name, split, expected, unit):
     videos, captions = len(split), split.n_captions()
-    out = f"  {name:<5} {videos:,} videos, {captions:,} captions"
+    out = f"  {name:<5} {videos:,} {unit}, {captions:,} captions"
     for who, v, c in expected:
-        wanted = [f"{n:,} {unit}" for n, unit in ((v, "videos"), (c, "captions")) if n]
-        off = [f"{abs(n - m):,} {unit} {'fewer' if n < m else 'more'}" for n, m, unit in
-               ((videos, v, "videos"), (captions, c, "captions")) if m and n != m]
+        wanted = [f"{n:,} {u}" for n, u in ((v, unit), (c, "captions")) if n]
+        off = [f"{abs(n - m):,} {u} {'fewer' if n < m else 'more'}" for n, m, u in
+               ((videos, v, unit), (captions, c, "captions")) if m and n != m]
         out += f"; {who} {', '.join(wanted)}: {', '.join(off) or 'the same'}"
     return out
 
@@ -456,9 +461,8 @@ def lengths_line(split, paragraph, limits, tokenizer):
 
 
 def duplicates_line(split):
-    """None if all captions differ"""
-    owners = Counter()
-    total = Counter()
+    """None if all captions differ."""
+    owners, total = Counter(), Counter()
     for line in split.lines.values():
         owners.update(set(line["captions"]))
         total.update(line["captions"])
@@ -467,7 +471,7 @@ def duplicates_line(split):
         return None
     return (f"{len(total):,} distinct captions of {split.n_captions():,}: "
             f"{split.n_captions() - len(total):,} repeat another one word for word, {shared:,} "
-            f"texts stand on 2 or more videos")
+            f"texts stand on 2 or more lines")
 
 
 def hold_out(train, n, seed):
@@ -516,7 +520,7 @@ def finish(args, splits, expected, paragraph=False, key=stem, aliases=lambda id:
         from transformers import AutoTokenizer  # only who asks for it waits for it
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     for name, split in splits.items():
-        print(count_line(name, split, expected.get(name, ())))
+        print(count_line(name, split, expected.get(name, ()), args.unit))
         print(f"        {lengths_line(split, paragraph, args.limits, tokenizer)}")
         same = duplicates_line(split)
         if same:
@@ -526,7 +530,7 @@ def finish(args, splits, expected, paragraph=False, key=stem, aliases=lambda id:
     for a, b in (("train", "val"), ("train", "test"), ("val", "test")):
         both = set(splits[a].lines) & set(splits[b].lines) if a in splits and b in splits else ()
         if both:
-            print(f"  warning: {len(both):,} videos are in {a} and in {b}, e.g. {min(both)}")
+            print(f"  warning: {len(both):,} ids are in {a} and in {b}, e.g. {min(both)}")
     val(args, splits, **extra)
     write(args, splits, key, aliases)
 
@@ -551,8 +555,8 @@ def write(args, splits, key, aliases):
         if name in splits:
             save(path, (json.dumps(line, ensure_ascii=False)
                         for line in splits[name].lines.values()))
-            print(f"  wrote {path}: {len(splits[name]):,} videos, "
+            print(f"  wrote {path}: {len(splits[name]):,} {args.unit}, "
                   f"{splits[name].n_captions():,} captions")
         else:
             old = "; the one there is from an earlier run" if os.path.isfile(path) else ""
-            print(f"  no {name}.jsonl: no annotations of it in this layout{old}")
+            print(f"  no {name}.jsonl: none in these files{old}")

@@ -47,7 +47,8 @@ def official(split, path, ids):
             if len(times) != len(sentences):
                 raise ValueError(f"{where}: {video!r} has {len(sentences)} sentences and "
                                  f"{len(times)} timestamps")
-            unordered += times != sorted(times, key=lambda t: t[0])
+            starts = [t[0] for t in times if isinstance(t, list) and t]
+            unordered += starts != sorted(starts)
         split.add(id_of(video), sentences, where)
     if unordered:
         print(f"  {path}: {unordered:,} videos' sentences are not in the order of their start; "

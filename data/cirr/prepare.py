@@ -21,40 +21,41 @@ from annotations import (Split, arguments, find_layout, finish, get, one_line_er
 FILES = {"train": "train", "val": "val", "test": "test1"}
 LAYOUTS = {"official": {s: [f"cap.rc2.{n}.json"] for s, n in FILES.items()}
            | {f"images_{s}": [f"split.rc2.{n}.json"] for s, n in FILES.items()}}
-EXPECTED = {"train": [("official queries", 28225, None)], "val": [("official queries", 4181, None)]}
+EXPECTED = {"train": [("official", 28225, None)], "val": [("official", 4181, None)]}
 
 
 def queries(args, name, path, split_file):
     """A Split; of rows without a target only the number is told."""
-    images, split, unanswered = read_json(split_file, dict), Split(args), 0
+    images = read_json(split_file, dict) if split_file else None
+    split, unanswered = Split(args), 0
     for where, row in unique(read_rows(path)):
         reference = get(row, "reference", where)
         target = get(row, "target_hard", where) if "target_hard" in row else None
         for image in (reference, target):
-            if image is not None and image not in images:
+            if image is not None and images is not None and image not in images:
                 raise ValueError(f"{where}: image {image!r} is not in {split_file}")
         if target is None:
             unanswered += 1
             continue
+        if images is None:
+            raise FileNotFoundError(f"{path} is there, split.rc2.{name}.json, which says what its "
+                                    "images are called, is not")
         split.add(get(row, "pairid", where), get(row, "caption", where), where,
                   os.path.normpath(images[target]),
                   reference=os.path.normpath(images[reference]))
-    print(f"  {name}: gallery of {len(images):,} images" + (
-        f"; {unanswered:,} queries have no target: the organisers' server has it" if unanswered
-        else ""))
+    gallery = "no list of images" if images is None else f"gallery of {len(images):,} images"
+    print(f"  {name}: {gallery}" + (f"; {unanswered:,} queries have no target, the organisers' "
+                                    "server has them" if unanswered else ""))
     return split
 
 
 def main(argv=None):
-    args = arguments(__doc__, HERE, argv, "images", limits=(77, 128))
+    args = arguments(__doc__, HERE, argv, "queries", limits=(77, 128))
     _, files = find_layout(args, "CIRR", LAYOUTS)
     splits = {}
     for name in FILES:
         if name in files:
-            if f"images_{name}" not in files:
-                raise FileNotFoundError(f"{files[name]} is there, split.rc2.{FILES[name]}.json "
-                                        "with the files of its images is not")
-            splits[name] = queries(args, FILES[name], files[name], files[f"images_{name}"])
+            splits[name] = queries(args, FILES[name], files[name], files.get(f"images_{name}"))
     finish(args, splits, EXPECTED)
 
 

@@ -22,8 +22,8 @@ LAYOUTS = {"official": {f"{s}_{c}": [f"cap.{c}.{s}.json"] for s in ("train", "va
                         for c in CATEGORIES}
            | {f"gallery_{s}_{c}": [f"split.{c}.{s}.json"] for s in ("train", "val")
               for c in CATEGORIES}}
-EXPECTED = {"train": [("official queries", 18000, 36000)],
-            "val": [("official queries", 2017 + 2038 + 1961, 2 * (2017 + 2038 + 1961))]}
+EXPECTED = {"train": [("official", 18000, 36000)],
+            "val": [("official", 2017 + 2038 + 1961, 2 * (2017 + 2038 + 1961))]}
 
 
 def queries(split, category, path, gallery):
@@ -36,7 +36,7 @@ def queries(split, category, path, gallery):
 
 
 def main(argv=None):
-    args = arguments(__doc__, HERE, argv, "images", limits=(77, 128))
+    args = arguments(__doc__, HERE, argv, "queries", limits=(77, 128))
     _, files = find_layout(args, "FashionIQ", LAYOUTS)
     splits = {s: Split(args) for s in ("train", "val")}
     for name, split in splits.items():

@@ -5,8 +5,8 @@ MMEB: 36 data sets of queries and candidates, each a text, an image or both; 20 
     python data/mmeb/prepare.py --annotations MMEB-train --videos MMEB-train/images
 
 Reads a folder per data set with parquet files: MMEB-eval's test (qry_text, qry_img_path, tgt_text
-and tgt_img_path, the first target is right) or MMEB-train's original (qry, qry_image_path, pos_text,
-pos_image_path). What is a plain pair, a text on one side and an image on the other, becomes a line
+and tgt_img_path, the first target is right) or MMEB-train's original (qry, qry_image_path,
+pos_text, pos_image_path). What is a plain pair, a text on one side and an image on the other, becomes a line
 of the jsonl files: `video`, the caption, and as `instruction` the words beside the image. Queries
 that hold both (as in CIRR, VQA with an image as answer) are counted and left out, train.py can't
 learn from them. eval_tasks.py --task mmeb measures on all of them, from the published files.
@@ -60,7 +60,7 @@ def read(args, name, role, paths, split):
 
 
 def main(argv=None):
-    args = arguments(__doc__, HERE, argv, "images", limits=(128, 256))
+    args = arguments(__doc__, HERE, argv, "pairs", limits=(128, 256))
     from tasks import MMEB_SETS, find  # torch comes with it
     splits, there = {"train": Split(args), "test": Split(args)}, 0
     for name in MMEB_SETS:

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the repo's root, wherever one is
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # the repo's root, wherever one is
 from data import visible
 
 SPLITS = ("train", "val", "test")

@@ -259,7 +259,8 @@ def test_vatex(prepare, write, tmp_path):
 
 
 def test_charades(prepare, write):
-    head = 'id,subject,scene,quality,relevance,verified,script,objects,descriptions,actions,length\n'
+    head = ('id,subject,scene,quality,relevance,verified,script,objects,descriptions,actions,'
+            'length\n')
     folder = write({'Charades_v1_test.csv': head + '007,X,Room,5,6,Yes,"He sits, then\r\nstands.",'
                     'bed;pillow,"One.  Two;, three; ;Four",c077 1 2;c079 1 2,16.6\r\n',
                     'charades_sta_test.txt': '007 0.0 3.4##he sits. \n007 1 4##he ## stands\n'})
@@ -367,7 +368,8 @@ CSV = 'key,vid_key,video_id,sentence\n'
 
 
 @pytest.mark.parametrize('text, error', [
-    (CSV + 'r,m,v1,fine\nr,m,v2,  \n', r"test.csv:3: caption '' of 'v2' is no text; .*--empty=drop"),
+    (CSV + 'r,m,v1,fine\nr,m,v2,  \n',
+     r"test.csv:3: caption '' of 'v2' is no text; .*--empty=drop"),
     (CSV + 'r,m,v1,fine\nr,m,v2,\u200d\n', r'test.csv:3: caption .* is no text'),
     (CSV + 'r,m,v1,a, b\n', r"test.csv:2: 5 cells, the header has 4 columns"),
     (CSV + 'r,m,v1\n', r'test.csv:2: 3 cells'),
@@ -410,6 +412,19 @@ def test_ids_are_text_and_empty_captions_can_be_dropped(prepare, write):
         prepare('msrvtt', folder)
     (folder / 'MSRVTT_JSFUSION_test.csv').write_bytes((CSV + 'r,m,v,café\n').encode('utf-16'))
     assert captions(prepare('msrvtt', folder)['test']) == {'v': ['café']}
+
+
+def test_real_tokens_are_counted(prepare, write, tmp_path):
+    from conftest import make_tokenizer
+    tok = make_tokenizer(str(tmp_path / 'tokenizer'))
+    texts = ['a red circle', 'a red circle moves left then a blue square grows', 'x']
+    folder = write({'didemo_ret_test.json': [{'video': f'{i}.mp4', 'caption': [t]}
+                                             for i, t in enumerate(texts)]})
+    limit = len(tok(texts[0]).input_ids)
+    prepare('didemo', folder, '--tokenizer', str(tmp_path / 'tokenizer'), '--limits', str(limit))
+    assert f'cut at {limit} tokens: 1 (33.3 %)' in prepare.said
+    prepare('didemo', folder, '--limits', '5')  # without: words, a start and an end
+    assert 'cut at 5 tokens: at least 1 (33.3 %)' in prepare.said
 
 
 def test_json_lines_and_utf8_bom(prepare, write):

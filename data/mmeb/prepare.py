@@ -6,10 +6,10 @@ MMEB: 36 data sets of queries and candidates, each a text, an image or both; 20 
 
 Reads a folder per data set with parquet files: MMEB-eval's test (qry_text, qry_img_path, tgt_text
 and tgt_img_path, the first target is right) or MMEB-train's original (qry, qry_image_path,
-pos_text, pos_image_path). What is a plain pair, a text on one side and an image on the other, becomes a line
-of the jsonl files: `video`, the caption, and as `instruction` the words beside the image. Queries
-that hold both (as in CIRR, VQA with an image as answer) are counted and left out, train.py can't
-learn from them. eval_tasks.py --task mmeb measures on all of them, from the published files.
+pos_text, pos_image_path). What is a plain pair, a text on one side and an image on the other,
+becomes a line of the jsonl files: `video`, the caption, and as `instruction` the words beside the
+image. Queries that hold both (as in CIRR) are counted and left out, train.py can't learn from them.
+eval_tasks.py --task mmeb measures on all of them, from the published files.
 """
 import os
 import sys

@@ -1,8 +1,8 @@
 """
-What every data/<name>/prepare.py shares: reading annotation files, finding videos, the report.
+What every data/<name>/prepare.py shares: options, finding the layout, reading annotation files.
 
     files in some layout --find_layout--> {role: path} --read_csv, read_rows, ...--> (where, row)
-      --Split.add--> {id: {"id", "video", "captions"}} --finish--> report, {train,val,test}.jsonl
+      --Split.add--> {id: {"id", "video", "captions"}} --report.finish--> {train,val,test}.jsonl
 
 All is read as text: an id 007 stays 007. A caption loses blanks at its ends and its line breaks,
 nothing else. What cannot be read right stops with one line: file, line, what was found there.
@@ -10,17 +10,12 @@ nothing else. What cannot be read right stops with one line: file, line, what wa
 import argparse
 import csv
 import fnmatch
-import hashlib
 import io
 import json
 import os
 import re
 import sys
-from collections import Counter
 from pathlib import Path
-
-import numpy as np
-from tqdm import tqdm
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # the repo's root, wherever one is
 from data import visible
@@ -28,9 +23,6 @@ from data import visible
 SPLITS = ("train", "val", "test")
 VIDEO_ENDS = re.compile(r"\.(mp4|webm|mkv|avi|mov|m4v|mpe?g|3gpp?|flv|wmv|ogv|ogg|mod|mts|ts|gif|"
                         r"jpe?g|png|webp|bmp)$", re.IGNORECASE)
-OTHER_ENDS = re.compile(r"\.(json|jsonl|txt|csv|tsv|md|py|sh|npy|npz|pth?|pkl|pickle|h5|hdf5|wav|"
-                        r"mp3|aac|m4a|srt|vtt|zip|tar|t?gz|part(-\w+)?|ytdl|tmp|log|lock|parquet|"
-                        r"metadata)$", re.IGNORECASE)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -46,9 +38,11 @@ def arguments(doc, here, argv=None, unit="videos", limits=(), **more):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--annotations", default=str(here), metavar="DIR",
                         help="folder of the annotation files (looked for two folders deep)")
-    parser.add_argument("--videos", default="", metavar="DIR",
+    there = os.path.join(here, files)  # videos: where train.py looks if video_root is not set
+    parser.add_argument("--videos", default=there if os.path.isdir(there) else "", metavar="DIR",
                         help=f"folder of the {files}, to find each one's file; train.py's "
-                             "--video_root is then the same folder")
+                             f"--video_root is then the same folder; default: {files}/ beside this "
+                             "file, if there")
     parser.add_argument("--out", default=str(here), metavar="DIR", help="where to write")
     parser.add_argument("--layout", default="", help="take this layout if there are several")
     parser.add_argument("--val", type=int, default=None, metavar="N",
@@ -332,8 +326,8 @@ def clean(text, where, what="caption"):
 class Split:
     """The lines of one jsonl file by id."""
 
-    def __init__(self, args):
-        self.lines, self.dropped, self.drop = {}, 0, args.empty == "drop"
+    def __init__(self, args=None):
+        self.lines, self.dropped, self.drop = {}, 0, args is not None and args.empty == "drop"
 
     def add(self, id, captions, where, video="", **fields):
         """More captions for an id that is there already are added to its own."""
@@ -376,187 +370,3 @@ def read_caption_rows(split, path, id_of, keep_repeats=False):
 def stem(name):
     """A file's name without folders and one ending that videos have; dots inside stay."""
     return VIDEO_ENDS.sub("", os.path.basename(name.replace("\\", "/")))
-
-
-# --------------------------------------------------------------------------------------------------
-# videos on disk
-
-def index_files(folder, key):
-    """{key(path): path below the folder} of what may be a video; the keys that had several files"""
-    found, several = {}, set()
-    for root, folders, files in tqdm(os.walk(folder, followlinks=True), desc="folders of videos",
-                                     leave=False, unit=""):
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        for name in sorted(files):
-            if name.startswith(".") or OTHER_ENDS.search(name):
-                continue
-            path = os.path.relpath(os.path.join(root, name), folder).replace(os.sep, "/")
-            k = key(path)
-            if k in found:
-                several.add(k)
-            if k not in found or (path.count("/"), path) < (found[k].count("/"), found[k]):
-                found[k] = path
-    return found, several
-
-
-def find_videos(args, splits, key, aliases):
-    """Sets each line's `video` (and `reference`) to its file below --videos; those without one."""
-    index, several = index_files(args.videos, key)
-    missing, used, total = [], set(), 0
-    for name, split in splits.items():
-        for line in split.lines.values():
-            for field in ("video", "reference") if "reference" in line else ("video",):
-                total += 1
-                names = [key(line[field]), *aliases(key(line[field]))]
-                hit = next((k for k in names if k in index), None)
-                if hit is None:
-                    missing.append((name, line["id"], line[field]))
-                else:
-                    line[field] = index[hit]
-                    used.add(hit)
-    print(f"  on disk in {args.videos}: {total - len(missing):,} of {total:,}")
-    if several & used:
-        first = sorted(several & used)[0]
-        print(f"  {len(several & used):,} of them have several files; taken is the one in the "
-              f"fewest folders, then the first by name (e.g. {index[first]})")
-    return missing
-
-
-def save(path, lines):
-    """Under a temporary name first, so that what is there is always whole."""
-    with open(path + ".tmp", "w", encoding="utf-8", newline="\n") as f:
-        f.writelines(line + "\n" for line in lines)
-    os.replace(path + ".tmp", path)
-
-
-# --------------------------------------------------------------------------------------------------
-# the report
-
-def count_line(name, split, expected, unit):
-    videos, captions = len(split), split.n_captions()
-    out = f"  {name:<5} {videos:,} {unit}, {captions:,} captions"
-    for who, v, c in expected:
-        wanted = [f"{n:,} {u}" for n, u in ((v, unit), (c, "captions")) if n]
-        off = [f"{abs(n - m):,} {u} {'fewer' if n < m else 'more'}" for n, m, u in
-               ((videos, v, unit), (captions, c, "captions")) if m and n != m]
-        out += f"; {who} {', '.join(wanted)}: {', '.join(off) or 'the same'}"
-    return out
-
-
-def lengths_line(split, paragraph, limits, tokenizer):
-    """How long the texts are, how many are longer than each limit."""
-    texts = [t for line in split.lines.values() for t in
-             ([" ".join(line["captions"])] if paragraph else line["captions"])]
-    n = np.array([len(t.split()) for t in texts])
-    out = (f"{'paragraphs' if paragraph else 'captions'} of {n.min()} to {n.max()} words, median "
-           f"{np.median(n):g}, 95 % up to {np.percentile(n, 95):g}")
-    if tokenizer:
-        tokens, at_least = np.array([len(tokenizer(t).input_ids) for t in texts]), ""
-    else:  # a word is at least a token, and there is a start and an end
-        tokens, at_least = n + 2, "at least "
-    for limit in limits:
-        cut = int((tokens > limit).sum())
-        out += f"; cut at {limit} tokens: {at_least}{cut:,} ({100 * cut / len(n):.1f} %)"
-    return out
-
-
-def duplicates_line(split):
-    """None if all captions differ."""
-    owners, total = Counter(), Counter()
-    for line in split.lines.values():
-        owners.update(set(line["captions"]))
-        total.update(line["captions"])
-    shared = sum(n > 1 for n in owners.values())
-    if len(total) == split.n_captions():
-        return None
-    return (f"{len(total):,} distinct captions of {split.n_captions():,}: "
-            f"{split.n_captions() - len(total):,} repeat another one word for word, {shared:,} "
-            f"texts stand on 2 or more lines")
-
-
-def hold_out(train, n, seed):
-    """Moves n videos to a new Split. Which does not depend on their order in the file."""
-    draw = sorted(train.lines, key=lambda i: hashlib.sha256(f"{seed} {i}".encode()).digest())
-    chosen = set(draw[:n])
-    return take(train, chosen)
-
-
-def take(train, ids):
-    """Moves the videos of these ids to a new Split."""
-    val = Split(argparse.Namespace(empty="error"))
-    val.lines = {i: line for i, line in train.lines.items() if i in ids}
-    train.lines = {i: line for i, line in train.lines.items() if i not in ids}
-    return val
-
-
-def make_val(args, splits, default=500):
-    """A validation split from training videos, if there is no other."""
-    if "val" in splits or "train" not in splits:
-        return
-    train = splits["train"]
-    n = min(default, len(train) // 10) if args.val is None else args.val
-    if n >= len(train):
-        raise ValueError(f"--val {n} of {len(train)} training videos leaves none to train on")
-    if n == 0:
-        print("  val   none is held out (--val 0, or too few training videos): no val.jsonl; train "
-              "with --val_split=test --select_on_test, or on the last epoch")
-        return
-    splits["val"] = hold_out(train, n, args.seed)
-    print(f"  val   no validation split in these files: {n:,} training videos are held out (seed "
-          f"{args.seed}), {len(train):,} are left to train on; --val N changes it, 0 keeps all")
-
-
-def finish(args, splits, expected, paragraph=False, key=stem, aliases=lambda id: (), val=make_val,
-           **extra):
-    """
-    splits: {train, val, test: Split} as far as found. expected: {split: [(who, videos, captions)]}.
-    Prints all that there is to say, then writes.
-    """
-    splits = {s: splits[s] for s in SPLITS if s in splits and len(splits[s])}
-    if not splits:
-        raise ValueError(f"{args.annotations}: no video with a caption in these files")
-    tokenizer = None
-    if args.tokenizer:
-        from transformers import AutoTokenizer  # only who asks for it waits for it
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    for name, split in splits.items():
-        print(count_line(name, split, expected.get(name, ()), args.unit))
-        print(f"        {lengths_line(split, paragraph, args.limits, tokenizer)}")
-        same = duplicates_line(split)
-        if same:
-            print(f"        {same}")
-        if split.dropped:
-            print(f"        {split.dropped:,} captions without text are left out (--empty=drop)")
-    for a, b in (("train", "val"), ("train", "test"), ("val", "test")):
-        both = set(splits[a].lines) & set(splits[b].lines) if a in splits and b in splits else ()
-        if both:
-            print(f"  warning: {len(both):,} ids are in {a} and in {b}, e.g. {min(both)}")
-    val(args, splits, **extra)
-    write(args, splits, key, aliases)
-
-
-def write(args, splits, key, aliases):
-    """missing.txt and the jsonl files, and a line on each."""
-    os.makedirs(args.out, exist_ok=True)
-    lost = os.path.join(args.out, "missing.txt")
-    missing = find_videos(args, splits, key, aliases) if args.videos else []
-    if missing:
-        save(lost, ["\t".join(m) for m in missing])
-        first = ", ".join(i for _, i, _ in missing[:3])
-        print(f"  missing: {len(missing):,}, all in {lost} ({first}{', ...' if missing[3:] else ''}"
-              "); they stay in the jsonl files, train.py and eval.py say what --on_bad_video does")
-    elif os.path.isfile(lost):
-        os.remove(lost)
-    if not args.videos:
-        print("  files on disk were not looked for, `video` is a guess where the annotations name "
-              "no file: give --videos DIR")
-    for name in SPLITS:
-        path = os.path.join(args.out, f"{name}.jsonl")
-        if name in splits:
-            save(path, (json.dumps(line, ensure_ascii=False)
-                        for line in splits[name].lines.values()))
-            print(f"  wrote {path}: {len(splits[name]):,} {args.unit}, "
-                  f"{splits[name].n_captions():,} captions")
-        else:
-            old = "; the one there is from an earlier run" if os.path.isfile(path) else ""
-            print(f"  no {name}.jsonl: none in these files{old}")

@@ -423,7 +423,7 @@ def test_real_tokens_are_counted(prepare, write, tmp_path):
     limit = len(tok(texts[0]).input_ids)
     prepare('didemo', folder, '--tokenizer', str(tmp_path / 'tokenizer'), '--limits', str(limit))
     assert f'cut at {limit} tokens: 1 (33.3 %)' in prepare.said
-    prepare('didemo', folder, '--limits', '5')  # without: words, a start and an end
+    prepare('didemo', folder, '--limits', '5')  # without: words
     assert 'cut at 5 tokens: at least 1 (33.3 %)' in prepare.said
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from annotations import (Split, arguments, find_layout, finish, get, one_line_errors,
-                         read_caption_rows, read_entries, read_json, stem)
+from annotations import (Split, arguments, find_layout, get, one_line_errors, read_caption_rows,
+                         read_entries, read_json, stem)
+from report import finish
 
 LAYOUTS = {
     "official": {"train": ["train.json"], "test": ["val_1.json"],

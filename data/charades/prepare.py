@@ -16,8 +16,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from annotations import (Split, arguments, find_layout, finish, one_line_errors, read_csv,
-                         read_lines, unique)
+from annotations import Split, arguments, find_layout, one_line_errors, read_csv, read_lines, unique
+from report import finish
 
 LAYOUTS = {"official": {"train": ["Charades_v1_train.csv"], "test": ["Charades_v1_test.csv"]},
            "sta": {"train": ["charades_sta_train.txt"], "test": ["charades_sta_test.txt"]}}

@@ -15,8 +15,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from annotations import (Split, arguments, find_layout, finish, get, one_line_errors, read_json,
-                         read_rows, unique)
+from annotations import (Split, arguments, find_layout, get, one_line_errors, read_json, read_rows,
+                         unique)
+from report import finish
 
 FILES = {"train": "train", "val": "val", "test": "test1"}
 LAYOUTS = {"official": {s: [f"cap.rc2.{n}.json"] for s, n in FILES.items()}

@@ -14,8 +14,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from annotations import SPLITS, arguments, find_layout, finish, one_line_errors
+from annotations import SPLITS, arguments, find_layout, one_line_errors
 from images import image_set
+from report import finish
 
 LAYOUTS = {
     "karpathy": {"all": ["dataset_coco.json"]},

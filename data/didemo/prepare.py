@@ -15,8 +15,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from annotations import (SPLITS, Split, arguments, find_layout, finish, get, one_line_errors,
+from annotations import (SPLITS, Split, arguments, find_layout, get, one_line_errors,
                          read_caption_rows, read_lines, read_rows, unique)
+from report import finish
 
 LAYOUTS = {
     "official": {s: [f"{s}_data.json"] for s in SPLITS}

@@ -14,8 +14,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from annotations import (Split, arguments, find_layout, finish, get, one_line_errors, read_json,
-                         read_rows, unique)
+from annotations import (Split, arguments, find_layout, get, one_line_errors, read_json, read_rows,
+                         unique)
+from report import finish
 
 CATEGORIES = ("dress", "shirt", "toptee")
 LAYOUTS = {"official": {f"{s}_{c}": [f"cap.{c}.{s}.json"] for s in ("train", "val")

@@ -13,8 +13,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from annotations import arguments, find_layout, finish, one_line_errors
+from annotations import arguments, find_layout, one_line_errors
 from images import parquet, rows
+from report import finish
 
 LAYOUTS = {"json": {"test": ["karr*.json"]},
            "hub": {"test": ["test-*.parquet", "train-*.parquet", "*.parquet"]}}

@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from annotations import Split, arguments, clean, finish, get, one_line_errors
+from annotations import Split, arguments, clean, get, one_line_errors
+from report import finish
 
 FILES = {"test": ["test-*.parquet", "test/*.parquet", "test.json"],
          "train": ["original-*.parquet", "original/*.parquet", "train-*.parquet",

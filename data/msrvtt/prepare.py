@@ -15,12 +15,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from annotations import (Split, arguments, finish, find_layout, get, make_val, one_line_errors,
-                         read_caption_rows, read_csv, read_json, stem, take, unique)
+from annotations import (Split, arguments, find_layout, get, one_line_errors, read_caption_rows,
+                         read_csv, read_json, stem, unique)
+from report import finish, make_val, take
 
 LAYOUTS = {
     "clip4clip": {"train9k": ["MSRVTT_train.9k.csv"], "train7k": ["MSRVTT_train.7k.csv"],
-                  "captions": ["MSRVTT_data.json"], "test": ["MSRVTT_JSFUSION_test.csv"]},
+                  "captions!": ["MSRVTT_data.json"], "test": ["MSRVTT_JSFUSION_test.csv"]},
     "vindlu": {"train9k": ["msrvtt_ret_train9k.json", "msrvtt_ret_train.json"],
                "train7k": ["msrvtt_ret_train7k.json"],
                "test": ["msrvtt_ret_test1k.json", "msrvtt_ret_test.json"]},
@@ -28,7 +29,8 @@ LAYOUTS = {
             "test": ["msrvtt_test_1k.json"]},
     "official": {"train": ["MSRVTT_data.json", "train_val_videodatainfo.json",
                            "videodatainfo*.json"],
-                 "test": ["MSRVTT_data.json", "test_videodatainfo.json", "videodatainfo*.json"]}}
+                 "test": ["MSRVTT_data.json", "test_videodatainfo.json", "videodatainfo*.json"]},
+    "clip4clip-test": {"test": ["MSRVTT_JSFUSION_test.csv"]}}
 EXPECTED = {"9k": (9000, 180000), "7k": (7010, 140200), "test": (1000, 1000)}
 FULL = {"train": (6513, 130260), "val": (497, 9940), "test": (2990, 59800)}
 OFFICIAL_VAL = {f"video{n}" for n in range(6513, 7010)}
@@ -65,7 +67,7 @@ def lists(args, files):
     if "test" in files:
         for where, row in unique(read_csv(files["test"], ["video_id", "sentence"])):
             splits["test"].add(row["video_id"], row["sentence"], where)
-    if "train" in files and "captions" in files:
+    if "train" in files:
         wanted = [row["video_id"] for _, row in unique(read_csv(files["train"], ["video_id"]))]
         order, train = {v: n for n, v in enumerate(wanted)}, Split(args)
         for where, row in sentences(files["captions"]):
@@ -78,8 +80,6 @@ def lists(args, files):
             print(f"  warning: {lost:,} of the {len(wanted):,} videos of {files['train']} have no "
                   f"caption in {files['captions']}")
         splits["train"] = train
-    elif "train" in files:
-        print("  no captions for the training list: MSRVTT_data.json is not there")
     return splits
 
 
@@ -107,7 +107,7 @@ def main(argv=None):
         print(f"  training list: {which}")
     elif args.train:
         raise ValueError(f"{args.annotations}: the {which} training list is not there")
-    if layout == "clip4clip":
+    if layout.startswith("clip4clip"):
         splits = lists(args, files)
     else:
         splits = {s: Split(args) for s in ("train", "test") if s in files}

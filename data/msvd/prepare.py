@@ -13,8 +13,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from annotations import (SPLITS, Split, arguments, find_layout, finish, one_line_errors,
-                         read_caption_rows, read_entries, read_lines, stem)
+from annotations import (SPLITS, Split, arguments, find_layout, one_line_errors, read_caption_rows,
+                         read_entries, read_lines, stem)
+from report import finish
 
 LAYOUTS = {
     "lists": {s: [f"{s}_list.txt"] for s in SPLITS}

@@ -17,9 +17,9 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from annotations import (SPLITS, Split, arguments, find_layout, finish, get, hold_out,
-                         one_line_errors, read_caption_rows, read_entries, read_lines, read_rows,
-                         stem)
+from annotations import (SPLITS, Split, arguments, find_layout, get, one_line_errors,
+                         read_caption_rows, read_entries, read_lines, read_rows, stem)
+from report import finish, hold_out
 
 CAPTIONS = {"captions!": ["ref_captions.json", "vatex_data.json"]}
 LAYOUTS = {

@@ -490,6 +490,7 @@ def test_real_files_traps(prepare):
             for layout in ('clip4clip', 'vindlu', 'official')}
     assert captions(both['clip4clip']) == captions(both['vindlu'])
     prepare('msrvtt', REAL / 'msrvtt')
+    assert '1k-A 1,000 videos, 1,000 captions: the same' in prepare.said
     assert '995 distinct captions of 1,000: 5 repeat another one word for word, 4 texts' in \
         prepare.said
     rows = json.loads((REAL / 'msrvtt/MSRVTT_data.json').read_text())['sentences']

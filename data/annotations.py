@@ -80,15 +80,15 @@ def find_layout(args, what, layouts):
     """
     layouts: {name: {role: patterns of file names}}. A role that ends with ! has to be there; roles
     that begin with train, val, test stand for a split, `all` for all three. -> (name, {role: path})
-    of the one that has the most splits, the first of equals. Prints which, and which others.
+    of the one that has the most splits, the first of equals; of parquet files a list of paths.
+    Prints which layout, and which others there are.
     """
     if args.layout and args.layout not in layouts:
         raise ValueError(f"--layout {args.layout!r} is none of {', '.join(layouts)}")
     there, found = walk(args.annotations), {}
     for name, roles in layouts.items():
-        files = {role.strip("!"): pick(there, patterns, args.annotations)
-                 for role, patterns in roles.items()}
-        files = {role: path for role, path in files.items() if path}
+        files = {role.strip("!"): pick(there, patterns) for role, patterns in roles.items()}
+        files = {role: paths for role, paths in files.items() if paths}
         covered = {s for s in SPLITS for role in files if role == "all" or role.startswith(s)}
         if covered and all(r.strip("!") in files for r in roles if r.endswith("!")):
             found[name] = (len(covered), files)
@@ -103,9 +103,13 @@ def find_layout(args, what, layouts):
              f"{', '.join(sorted(there)[:8])}{', ...' if len(there) > 8 else ''}; "
              "set --annotations to the folder that holds them"]))
     name = args.layout or max(found, key=lambda n: found[n][0])  # max keeps the first of equals
-    files = found[name][1]
-    shown = [os.path.relpath(p, base(args.annotations)) for ps in files.values()
-             for p in (ps if isinstance(ps, list) else [ps])]
+    files, shown = found[name][1], [path for paths in found[name][1].values() for path in paths]
+    for role, paths in files.items():
+        if len(paths) > 1 and not paths[0].endswith(".parquet"):
+            raise ValueError(f"{args.annotations} holds more than one file for {role}: "
+                             f"{', '.join(paths[:4])}; set --annotations to the folder of one")
+        paths = [os.path.join(base(args.annotations), path) for path in paths]
+        files[role] = paths if paths[0].endswith(".parquet") else paths[0]
     print(f"{what}, layout {name}: {', '.join(shown[:8])}{', ...' if len(shown) > 8 else ''}")
     others = [n for n in found if n != name]
     if others:
@@ -134,21 +138,16 @@ def walk(folder, depth=2):
     return out
 
 
-def pick(there, patterns, folder):
-    """The file of the first pattern that matches any; of several the least deep. Parquet: all."""
+def pick(there, patterns):
+    """The files of the first pattern that matches any. The least deep ones, of parquet all."""
     for pattern in patterns:
         hits = [p for p in there if fnmatch.fnmatch(os.path.basename(p).lower(), pattern.lower())]
-        if not hits:
-            continue
-        if pattern.endswith(".parquet"):
-            return sorted(os.path.join(base(folder), h) for h in hits)
-        least = min(h.count(os.sep) for h in hits)
-        hits = sorted(h for h in hits if h.count(os.sep) == least)
-        if len(hits) > 1:
-            raise ValueError(f"{pattern} is there more than once: {', '.join(hits[:4])}; set "
-                             "--annotations to the folder of the right one")
-        return os.path.join(base(folder), hits[0])
-    return None
+        if hits and not pattern.endswith(".parquet"):
+            least = min(h.count(os.sep) for h in hits)
+            hits = [h for h in hits if h.count(os.sep) == least]
+        if hits:
+            return sorted(hits)
+    return []
 
 
 # --------------------------------------------------------------------------------------------------

@@ -25,10 +25,14 @@ OTHER_ENDS = re.compile(r"\.(json|jsonl|txt|csv|tsv|md|py|sh|npy|npz|pth?|pkl|pi
 
 def index_files(folder, key):
     """{key(path): path below the folder} of what may be a video; the keys that had several files"""
-    found, several = {}, set()
+    found, several, been = {}, set(), set()
     for root, folders, files in tqdm(os.walk(folder, followlinks=True), desc="folders of videos",
                                      leave=False, unit=""):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
+        if os.path.realpath(root) in been:  # a link back to a folder above
+            folders.clear()
+            continue
+        been.add(os.path.realpath(root))
         for name in sorted(files):
             if name.startswith(".") or OTHER_ENDS.search(name):
                 continue

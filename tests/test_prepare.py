@@ -180,6 +180,7 @@ def test_activitynet(prepare, write, tmp_path):
                     'val_1.json': {'v_-x': entry, 'v_y': entry},
                     'val_ids.json': ['v_-x', 'v_gone']})
     root = videos(tmp_path, 'val/-x.webm', 'v_03.mkv', 'train/v_03.mp4')
+    (tmp_path / 'videos/val/again').symlink_to(tmp_path / 'videos')  # a circle
     found = prepare('activitynet', folder, '--videos', root)
     assert 'test is val_1' in prepare.said and '1 of the listed ids' in prepare.said
     assert captions(found['test']) == {'v_-x': ['Then he sits.', 'He  stands.']}
@@ -441,8 +442,13 @@ def test_wrong_folder_and_files_twice(prepare, write, tmp_path):
     with pytest.raises(FileNotFoundError, match='is neither a folder nor a file'):
         prepare('didemo', tmp_path / 'nowhere')
     write({'a/val_1.json': {}, 'b/val_1.json': {}})
-    with pytest.raises(ValueError, match='val_1.json is there more than once: a'):
+    with pytest.raises(ValueError, match='more than one file for test: a/val_1.json, b/val_1.json'):
         prepare('activitynet', folder)
+    rows = [{'video': 'v_y.mkv', 'caption': 'A.'}]  # what is not chosen may be there twice
+    write({'anet_ret_train.json': rows, 'anet_ret_val_1.json': rows})
+    assert 'v_y' in prepare('activitynet', folder)['test']
+    file = folder / 'anet_ret_val_1.json'
+    assert 'v_y' in prepare('activitynet', file)['test']  # one file alone
 
 
 @pytest.mark.parametrize('name', [p.parent.name for p in sorted(ROOT.glob('data/*/prepare.py'))

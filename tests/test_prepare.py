@@ -89,7 +89,7 @@ def test_msrvtt_clip4clip(prepare, write):
                     'MSRVTT_train.7k.csv': 'video_id\n' + '\n'.join(names[:10]) + '\n\n',
                     'MSRVTT_data.json': data, 'MSRVTT_JSFUSION_test.csv':
                     '\ufeffkey,vid_key,video_id,sentence\nret0,msr1,video6523,"he says ""hi"", '
-                    'twice"\nret1,msr2,video6524,"two\nlines"  \n'})
+                    'twice"\nret1,msr2,video6524,"two\n \nlines"  \n'})
     found = prepare('msrvtt', folder)
     assert 'layout clip4clip' in prepare.said and 'training list: 9k' in prepare.said
     assert captions(found['test']) == {'video6523': ['he says "hi", twice'],
@@ -101,7 +101,9 @@ def test_msrvtt_clip4clip(prepare, write):
         'fewer' in prepare.said and '10 videos of the official validation split' in prepare.said
     found = prepare('msrvtt', folder, '--train', '7k', '--val', '3')
     assert (len(found['train']), len(found['val'])) == (7, 3) and 'seed 1337' in prepare.said
-    assert prepare('msrvtt', folder, '--val', '3', '--train', '7k')['val'] == found['val']
+    again = [prepare('msrvtt', folder, '--val', '3', '--train', '7k', '--seed', seed)['val']
+             for seed in ('1337', '1')]
+    assert again[0] == found['val'] != again[1]
 
 
 def test_msrvtt_lists_and_the_full_split(prepare, write):
@@ -179,7 +181,7 @@ def test_activitynet(prepare, write, tmp_path):
     folder = write({'train.json': {f'v_{i:02}': entry for i in range(20)},
                     'val_1.json': {'v_-x': entry, 'v_y': entry},
                     'val_ids.json': ['v_-x', 'v_gone']})
-    root = videos(tmp_path, 'val/-x.webm', 'v_03.mkv', 'train/v_03.mp4')
+    root = videos(tmp_path, 'val/-x.webm', 'a/b/v_03.mkv', 'train/v_03.mp4')
     (tmp_path / 'videos/val/again').symlink_to(tmp_path / 'videos')  # a circle
     found = prepare('activitynet', folder, '--videos', root)
     assert 'test is val_1' in prepare.said and '1 of the listed ids' in prepare.said
@@ -187,7 +189,7 @@ def test_activitynet(prepare, write, tmp_path):
     assert load_annotations(str(prepare.out / 'test.jsonl'), paragraph=True)[0].captions == [
         'Then he sits. He  stands.']
     assert found['test']['v_-x'].video == 'val/-x.webm'
-    assert {**found['train'], **found['val']}['v_03'].video == 'v_03.mkv'
+    assert {**found['train'], **found['val']}['v_03'].video == 'train/v_03.mp4'
     assert 'several files' in prepare.said and 'not in the order of their start' in prepare.said
     assert len(found['val']) == 2 and not set(found['val']) & set(found['train'])
     (folder / 'val_1.json').unlink()
@@ -223,6 +225,8 @@ def test_lsmdc(prepare, write, tmp_path):
     assert found['val']['0002_C_00.00.01.000-00.00.02.000'].captions == ['Yes.']
     assert '1 clips have several captions' in prepare.said and 'missing: 1' in prepare.said
     assert 'MARS 101,055 captions: 101,053 captions fewer' in prepare.said
+    found = prepare('lsmdc', folder)  # without --videos: as they are shipped, a folder per movie
+    assert found['train'][clip].video == f'0001_A.B._Film/{clip}.avi'
     for path in folder.iterdir():
         path.unlink()
     rows = [{'video': f'0001_A.B._Film/{clip}.avi', 'caption': 'Now.'}]

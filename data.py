@@ -16,7 +16,7 @@ import collections
 import glob
 import hashlib
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
@@ -114,6 +114,15 @@ def visible(text):
 
 # -----------------------------------------------------------------------------
 # datasets
+
+def reading(cfg):
+    """The settings that say how videos are read, as Pairs and Videos want them. What is skipped or
+    read in part is listed in the run's folder."""
+    return dict(sampler=cfg.sampler, size=cfg.frame_size, reader=cfg.reader,
+                frame_cache=cfg.frame_cache, on_bad_video=cfg.on_bad_video,
+                min_decoded=cfg.min_decoded, video_timeout=cfg.video_timeout,
+                bad_list=os.path.join(cfg.out_dir, "bad_videos.tsv"))
+
 
 class Clips:
     """The videos of a split: policy for bad files, frame cache. Shared by Pairs and Videos."""
@@ -327,20 +336,29 @@ def check(data, video_root="", out="", workers=0, video_timeout=60.0, min_decode
     have = {r["path"] for r in rows}
     todo = [p for p in paths if p not in have]
     children = [video.Process(video_timeout) for _ in range(min(workers or cores(), len(todo)))]
-    with open(f"{out}.jsonl", "a", encoding="utf-8") as f, tqdm(
+    with open(f"{out}.jsonl", "a+b") as f, tqdm(
             total=len(paths), initial=len(rows), desc="check", unit="video") as bar:
+        if f.tell() and os.pread(f.fileno(), 1, f.tell() - 1) != b"\n":
+            f.write(b"\n")  # a killed check's last line
         for row in all_answers(children, todo):
-            f.write(json.dumps(row, ensure_ascii=False) + "\n")
+            f.write(as_line(row).encode())
             f.flush()
             rows.append(row)
             bar.update()
     rows.sort(key=lambda r: r["path"])
+    with open(f"{out}.jsonl.tmp", "w", encoding="utf-8") as f:  # each once, and in order
+        f.writelines(map(as_line, rows))
+    os.replace(f"{out}.jsonl.tmp", f"{out}.jsonl")
     refused = [r for r in rows if r["share"] < min_decoded]
     text = report(data, rows, refused, min_decoded)
-    with open(f"{out}.txt", "w", encoding="utf-8") as f:
+    with open(f"{out}.txt", "w", encoding="utf-8", errors="backslashreplace") as f:
         f.write(text)
     print(text + f"written to {out}.txt, every video to {out}.jsonl")
     return rows, len(refused)
+
+
+def as_line(row):
+    return json.dumps(row) + "\n"  # names that are no UTF-8 pass as they are escaped
 
 
 def cores():
@@ -402,10 +420,10 @@ def all_answers(children, todo):
         for child in ready:
             path = busy.pop(child)
             try:
-                row = child.answer()
-            except BadVideo as e:
-                row = {"state": "broken", "why": video.reason_of(e), "share": 0.0}
-            yield {"path": path, "stamp": stamp_of(path), **row}
+                row = {"stamp": stamp_of(path), **child.answer()}
+            except BadVideo as e:  # it took too long; the next check may have more patience
+                row = {"stamp": "", "state": "broken", "why": video.reason_of(e, path), "share": 0.0}
+            yield {"path": path, **row}
 
 
 def report(data, rows, refused, min_decoded):

@@ -145,6 +145,11 @@ class said_of:
                        f"(H.264), or set on_bad_video=skip") from None
 
 
+def reason_of(e, path):
+    """Of a BadVideo about path, only what is wrong with it."""
+    return str(e).removeprefix(f"cannot read {path}").partition(": ")[2].partition("; replace")[0]
+
+
 def check_file(path):
     if os.path.isdir(path):
         raise ValueError("it is a folder, not a file")
@@ -172,7 +177,6 @@ class Head:
     duration: float = 0.0 # seconds, by the header
     size: tuple = (0, 0)  # coded height, width
     pixels: str = ""      # pixel format
-    tagged: bool = False  # says that its colours are others than plain BT.601 in limited range
     interlaced: bool = False
     mirrored: bool = False  # upright = flipped top to bottom if mirrored, then turned
     turns: int = 0        # by so many quarters, counter-clockwise
@@ -187,7 +191,9 @@ class Head:
         n, of = self.packets if decoded is None else decoded, max(self.promised, self.packets)
         if errors or self.damaged or n < self.promised - ("mp4" not in self.format):
             return n / max(of, 1), f"{n} of {of} frames decode"
-        end = float(self.times[-1] * self.tick)
+        # a container's duration may count from 0 although its first frame comes later
+        start = min((t for t in self.shown if t is not None), default=0)
+        end = float((max(start, 0) + int(self.times[-1])) * self.tick)
         if not self.promised and end < 0.9 * self.duration - 1:
             return end / self.duration, f"the first {end:.1f} s of {self.duration:.1f} s decode"
         return 1.0, None
@@ -283,8 +289,6 @@ def closed_gops(shown, keys):
 def looks_of(frame, head):
     head.size, head.pixels = (frame.height, frame.width), frame.format.name
     head.interlaced = bool(frame.interlaced_frame)
-    # FFmpeg's numbers: matrix 2 is unknown, 5 and 6 are BT.601; range 2 is full
-    head.tagged = int(frame.colorspace) not in (2, 5, 6) or int(frame.color_range) == 2
     try:
         m = np.frombuffer(frame.side_data["DISPLAYMATRIX"], np.int32).astype(float)
         head.mirrored = bool(m[0] * m[4] < m[1] * m[3])
@@ -440,7 +444,6 @@ def decord_is_wrong(head):
             (head.hidden, "frames hidden by an edit list"),
             (not head.closed, "open groups of pictures"),
             (head.pixels not in ("yuv420p", "yuvj420p"), f"pixel format {head.pixels}"),
-            (head.tagged, "colours other than BT.601 in limited range"),
             (h % 2 or w % 2, f"odd size {w}x{h}"), (head.interlaced, "interlaced video"),
             (head.mirrored, "mirrored video"), (h * w > 4096 * 2304, "more than 4K, in memory")):
         if wrong:
@@ -497,8 +500,7 @@ def examine(path):
                     "fps": round(n / seconds, 3) if seconds else 0.0, "pixels": head.pixels,
                     "variable": bool(np.ptp(np.diff(head.times)) * head.tick > Fraction(1, 100))}
     except BadVideo as e:
-        row |= {"state": "broken", "why": str(e).partition(": ")[2].partition("; replace")[0],
-                "share": 0.0}
+        row |= {"state": "broken", "why": reason_of(e, path), "share": 0.0}
     return row | {"codec": head.codec, "container": head.format.partition(",")[0]}
 
 
@@ -532,6 +534,7 @@ class Process:
     def send(self):
         if self.owner != os.getpid():
             self.start()
+        self.asked = time.monotonic()
         try:
             self.pipe.send(self.job)
         except OSError:  # it died while it had nothing to do
@@ -539,12 +542,18 @@ class Process:
             self.start()
             self.pipe.send(self.job)
 
+    def seconds_left(self):
+        # the child's own alarm is what ends it; 5 s later even one that ignores that is left
+        return max(0.0, self.asked + self.timeout + 5 - time.monotonic())
+
+    def ready(self):
+        return self.inside or self.pipe.poll(0) or not self.seconds_left()
+
     def answer(self):
         if self.inside:
             return globals()[self.job[0]](*self.job[1:])
         try:
-            # the child's own alarm is what ends it; 5 s later even one that ignores that is left
-            if not self.pipe.poll(self.timeout + 5):
+            if not self.pipe.poll(self.seconds_left()):
                 raise EOFError
             kind, value = self.pipe.recv()
             if kind == "frames":
@@ -554,19 +563,22 @@ class Process:
                 return frames, partial
         except (EOFError, OSError):
             return self.died(self.stop())
+        except BaseException:  # ctrl-C: nobody may take this answer for that to the next question
+            self.stop()
+            raise
         if kind == "error":
             raise value
         return value
 
     def died(self, status):
-        if status not in (None, signal.SIGALRM) and self.again:
+        late = status in (None, signal.SIGALRM)
+        if not late and self.again:
             self.again = False
             self.send()
             return self.answer()
-        why = (f"it is not read after video_timeout={self.timeout:g} s" if status in
-               (None, signal.SIGALRM) else f"its reader died twice ({signal.strsignal(status)})")
         with said_of(self.job[1], Head()):
-            raise ValueError(why)
+            raise ValueError(f"it is not read after video_timeout={self.timeout:g} s" if late else
+                             f"its reader died twice ({signal.strsignal(status) if status else 'no signal'})")
 
     def start(self):
         ours, theirs = Pipe()
@@ -580,16 +592,15 @@ class Process:
         self.pipe, self.owner = ours, os.getpid()
 
     def stop(self):
-        """-> the signal that ended the child, None if it had to be ended from here."""
+        """-> the signal that ended the child, 0 if it ended itself, None if this did."""
         self.pipe.close()
-        self.owner, pid = 0, self.pid
-        ended, status = 0, 0
+        self.owner = 0
         for _ in range(100):  # the pipe breaks a moment before the child can be collected
-            ended, status = os.waitpid(pid, os.WNOHANG)
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
-                return os.WTERMSIG(status) if os.WIFSIGNALED(status) else signal.SIGABRT
+                return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
             time.sleep(0.01)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)  # and is not waited for: the system may be unable to
         return None
 
     def __del__(self):
@@ -597,8 +608,6 @@ class Process:
             self.pipe.close()
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-
-
 
 
 def serve(pipe, timeout):

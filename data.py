@@ -422,7 +422,8 @@ def all_answers(children, todo):
             try:
                 row = {"stamp": stamp_of(path), **child.answer()}
             except BadVideo as e:  # it took too long; the next check may have more patience
-                row = {"stamp": "", "state": "broken", "why": video.reason_of(e, path), "share": 0.0}
+                row = {"stamp": "", "state": "broken", "share": 0.0,
+                       "why": video.reason_of(e, path)}
             yield {"path": path, **row}
 
 
@@ -462,7 +463,7 @@ def main(args):
                        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     c.add_argument("--data", required=True, help="folder, or the name of one in data/")
     c.add_argument("--video_root", default="", help="where the videos are; empty: <data>/videos")
-    c.add_argument("--out", default="", help="the report's path without ending; empty: <data>/check")
+    c.add_argument("--out", default="", help="report's path, no ending; empty: <data>/check")
     c.add_argument("--workers", type=int, default=0, help="processes; 0: as many as cores")
     c.add_argument("--video_timeout", type=float, default=60.0, help="seconds per video")
     c.add_argument("--min_decoded", type=float, default=0.9,

@@ -2,7 +2,7 @@
 One video or picture -> uint8 frames [T, H, W, 3], upright RGB, or BadVideo that says why not.
 
     path --scan: all packet headers--> when each frame is shown --sampler--> which T frames
-         --read: only the groups of pictures that hold them--> resize, frame by frame --> [T, H, W, 3]
+         --read: only the groups of pictures that hold them--> resize each --> [T, H, W, 3]
 
 Frames are picked in time, from the time stamps of the file, inside the range that decodes. The
 reader `pyav` (FFmpeg 8) is the default: right on all we have met. `decord` (no release since 2021)
@@ -339,8 +339,9 @@ def sampled(c, head, wanted, size):
         return None
     place = {t: i for i, t in enumerate(head.shown)}      # time stamp -> place in the file
     order = sorted(head.shown)                            # index on screen -> time stamp
-    starts = [i for i, key in enumerate(head.keys) if key] if head.closed and not head.hidden else [0]
-    groups = {}                                           # place of a keyframe -> its wanted frames
+    can_seek = head.closed and not head.hidden
+    starts = [i for i, key in enumerate(head.keys) if key and (can_seek or i == 0)]
+    groups = {}                                           # place of a keyframe -> what is wanted
     for i in wanted:
         start = starts[np.searchsorted(starts, place[order[i]], side="right") - 1]
         groups.setdefault(start, {})[order[i]] = i
@@ -576,9 +577,10 @@ class Process:
             self.again = False
             self.send()
             return self.answer()
+        how = signal.strsignal(status) if status else "no signal"
         with said_of(self.job[1], Head()):
             raise ValueError(f"it is not read after video_timeout={self.timeout:g} s" if late else
-                             f"its reader died twice ({signal.strsignal(status) if status else 'no signal'})")
+                             f"its reader died twice ({how})")
 
     def start(self):
         ours, theirs = Pipe()

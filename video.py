@@ -164,10 +164,12 @@ class Head:
     """What a file says before it is decoded; packets are the compressed frames."""
     codec: str = ""
     format: str = ""
-    promised: int = 0     # frames by the header, less those an edit list hides; 0: it does not say
+    promised: int = 0     # frames by the header, less hidden and early ones; 0: it does not say
     shown: list = field(default_factory=list, repr=False)  # time stamps of the packets that are
                           # there, in the file's order, hidden ones left out
     keys: list = field(default_factory=list, repr=False)   # which of these are keyframes
+    early: int = 0        # before the first keyframe, of a copy that was cut elsewhere: lost, but
+                          # no damage, and the time counts from the first frame that decodes
     hidden: int = 0
     damaged: int = 0
     closed: bool = False  # keyframes have the same place in the file as on screen: nothing between
@@ -188,7 +190,8 @@ class Head:
 
     def missing(self, decoded=None, errors=0):
         """-> (share that decodes, None or what is missing); headers but mp4's may be off by 1."""
-        n, of = self.packets if decoded is None else decoded, max(self.promised, self.packets)
+        of = max(self.promised, self.packets - self.early)
+        n = self.packets - self.early if decoded is None else decoded
         if errors or self.damaged or n < self.promised - ("mp4" not in self.format):
             return n / max(of, 1), f"{n} of {of} frames decode"
         # a container's duration may count from 0 although its first frame comes later
@@ -257,7 +260,8 @@ def scan(c, head):
                     latest, last = p.pts, p.duration
     # an mp4's index lacks what an edit list cut off before the keyframe; its count does not
     head.promised = len(s.index_entries) if "mp4" in head.format else s.frames
-    head.promised = max(head.promised - head.hidden, 0)
+    head.early = head.keys.index(True) if True in head.keys else 0
+    head.promised = max(head.promised - head.hidden - head.early, 0)
     head.duration = (c.duration or 0) / av.time_base
     rate = Fraction(s.average_rate or s.guessed_rate or 25)
     head.tick, head.times = timeline(head.shown, last, s.time_base, rate)
@@ -443,6 +447,7 @@ def decord_is_wrong(head):
             (not head.format.startswith(("mov,", "matroska,")), f"container {head.format}"),
             (head.damaged or head.missing()[1], "a damaged file"),
             (head.hidden, "frames hidden by an edit list"),
+            (head.early, "frames before the first keyframe"),
             (not head.closed, "open groups of pictures"),
             (head.pixels not in ("yuv420p", "yuvj420p"), f"pixel format {head.pixels}"),
             (h % 2 or w % 2, f"odd size {w}x{h}"), (head.interlaced, "interlaced video"),

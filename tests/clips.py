@@ -140,6 +140,7 @@ def make_files(d):
     raw, packet = (d / "whole.mkv").read_bytes(), packets_of(d / "whole.mkv")[53]
     (d / "damaged.mkv").write_bytes(raw.replace(packet, b"\xff" * 9 + packet[9:]))
     remux(d / "ok.mp4", d / "edit.mp4", start=30)
+    remux(d / "fast.mp4", d / "late_key.mp4", skip=13)
     with av.open(str(d / "audio.mp4"), "w") as out:
         s = out.add_stream("aac", rate=8000, layout="mono")
         sound = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.float32), "fltp", "mono")
@@ -149,15 +150,16 @@ def make_files(d):
     return d
 
 
-def remux(source, target, options=None, start=0, matrix=None):
-    """Copies the packets; start: time 0 is at that packet, what comes before it gets hidden."""
+def remux(source, target, options=None, start=0, matrix=None, skip=0):
+    """Copies the packets; start: time 0 is at that packet, what comes before it gets hidden;
+    skip: leaves out so many."""
     with av.open(str(source)) as a, av.open(str(target), "w", options=options or {}) as b:
         s = b.add_stream_from_template(a.streams.video[0])
         if matrix is not None:
             s.set_display_matrix(matrix)
         packets = [p for p in a.demux(video=0) if p.size]
         step = packets[0].duration
-        for p in packets:
+        for p in packets[skip:]:
             p.pts, p.dts, p.stream = p.pts - start * step, p.dts - start * step, s
             b.mux(p)
 

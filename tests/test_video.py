@@ -212,6 +212,13 @@ def test_hidden_frames_of_a_cut_are_not_counted(files):
         read(files / "edit.mp4", reader="decord")
 
 
+def test_a_copy_cut_off_its_keyframe_is_read_from_the_first_frame_that_decodes(files):
+    everything, times = full_decode(files / "late_key.mp4")
+    assert 70 <= len(everything) < 87  # packets are there
+    frames, partial = video.decode(str(files / "late_key.mp4"), 8)
+    assert partial is None and np.array_equal(frames, everything[middles(times, 8)])
+
+
 @pytest.mark.parametrize("name, says", [
     ("zero.mp4", "empty (0 bytes)"), ("text.mp4", "it is no video"),
     ("audio.mp4", "no video stream, only audio"), ("missing.mp4", "no such file"),

@@ -13,6 +13,7 @@ what decoding gives, as in OpenCV, decord and PyAV; rotation alone is undone.
 """
 import gc
 import importlib.util
+import mmap
 import os
 import pickle
 import signal
@@ -513,6 +514,9 @@ def examine(path):
 # -----------------------------------------------------------------------------
 # a process for what may never come back
 
+AREA = 1 << 30  # bytes
+
+
 class Process:
     """
     Runs functions of this file in a child process, which the system kills when one takes longer
@@ -564,9 +568,8 @@ class Process:
             kind, value = self.pipe.recv()
             if kind == "frames":
                 shape, partial = value
-                frames = np.empty(shape, np.uint8)
-                self.pipe.recv_bytes_into(memoryview(frames).cast("B"))
-                return frames, partial
+                frames = np.frombuffer(self.area, np.uint8, np.prod(shape)).reshape(shape)
+                return frames.copy(), partial  # the area is the next video's
         except (EOFError, OSError):
             return self.died(self.stop())
         except BaseException:  # ctrl-C: nobody may take this answer for that to the next question
@@ -589,12 +592,15 @@ class Process:
 
     def start(self):
         ours, theirs = Pipe()
+        # memory that both see, taken as it is used; larger answers go through the pipe
+        self.area = mmap.mmap(-1, AREA, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
+                              | getattr(mmap, "MAP_NORESERVE", 0))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of threads: the child does nothing but decode
             self.pid = os.fork()
         if self.pid == 0:
             ours.close()
-            serve(theirs, self.timeout)
+            serve(theirs, self.area, self.timeout)
         theirs.close()
         self.pipe, self.owner = ours, os.getpid()
 
@@ -617,7 +623,7 @@ class Process:
             os.waitpid(self.pid, 0)
 
 
-def serve(pipe, timeout):
+def serve(pipe, area, timeout):
     """The child: one job after the other until the other end of the pipe is gone."""
     try:
         gc.freeze()  # what came with the fork is the parent's: not to be searched, not to be closed
@@ -632,15 +638,15 @@ def serve(pipe, timeout):
             signal.setitimer(signal.ITIMER_REAL, timeout)
             try:
                 value = globals()[name](*args)
-                kind = "frames" if name == "decode" else "value"
+                kind = "value"
+                if name == "decode" and value[0].nbytes <= AREA:
+                    kind, (frames, partial) = "frames", value
+                    np.frombuffer(area, np.uint8, frames.size)[:] = frames.reshape(-1)
+                    value = frames.shape, partial
             except Exception as e:
                 kind, value = "error", sendable(e)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            if kind == "frames":
-                pipe.send((kind, (value[0].shape, value[1])))
-                pipe.send_bytes(memoryview(np.ascontiguousarray(value[0])).cast("B"))
-            else:
-                pipe.send((kind, value))
+            pipe.send((kind, value))
     except (EOFError, OSError):
         pass
     finally:

@@ -172,7 +172,8 @@ class Head:
     early: int = 0        # before the first keyframe, of a copy that was cut elsewhere: lost, but
                           # no damage, and the time counts from the first frame that decodes
     hidden: int = 0
-    damaged: int = 0
+    damaged: int = 0      # packets that can't be fetched whole
+    suspect: bool = False # a packet's bytes are in disorder: decode all, to count what is lost
     closed: bool = False  # keyframes have the same place in the file as on screen: nothing between
                           # two of them is shown before the first, so decoding can start at each
     tick: Fraction = Fraction(1)                           # of time stamps, seconds
@@ -245,6 +246,7 @@ def scan(c, head):
     import av
     s, first, latest, last = video_stream(c), None, -1 << 63, 0
     head.codec, head.format = s.codec_context.name, c.format.name
+    prefix = prefix_of(s.codec_context)
     for p in packets(c, s):
         if p is None or p.is_corrupt:
             head.damaged += 1
@@ -253,6 +255,7 @@ def scan(c, head):
         if first is None:
             first = next(iter(frames_of(p) or []), None)
         if p.size:
+            head.suspect = head.suspect or not in_order(p, prefix)
             head.hidden += p.is_discard
             if not p.is_discard:
                 head.keys.append(p.is_keyframe)
@@ -271,6 +274,23 @@ def scan(c, head):
         looks_of(first, head)
         del first
         gc.collect(1)  # a frame asked for its side data is in a reference cycle: megabytes each
+
+
+def prefix_of(ctx):
+    """How many bytes tell the length of each piece of a packet (H.264, HEVC in mp4, mkv); or 0."""
+    place = {"h264": 4, "hevc": 21}.get(ctx.name)
+    setup = ctx.extradata or b""
+    return (setup[place] & 3) + 1 if place and len(setup) > place and setup[0] == 1 else 0
+
+
+def in_order(packet, prefix):
+    """Do the lengths add up, and does no piece start with a set bit, which is forbidden?"""
+    data, at = memoryview(packet), 0
+    while prefix and at + prefix < len(data):
+        if data[at + prefix] & 128:
+            return False
+        at += prefix + int.from_bytes(data[at:at + prefix], "big")
+    return not prefix or at == len(data)
 
 
 def timeline(stamps, last, tick, rate):
@@ -340,7 +360,7 @@ def sampled(c, head, wanted, size):
     if not (head.codec in ("h264", "hevc", "vp8", "vp9", "libdav1d", "av1")
             and head.format.startswith(("mov,", "matroska,")) and head.keys and head.keys[0]
             and None not in head.shown and len(set(head.shown)) == head.packets
-            and head.missing()[1] is None):
+            and not head.suspect and head.missing()[1] is None):
         return None
     place = {t: i for i, t in enumerate(head.shown)}      # time stamp -> place in the file
     order = sorted(head.shown)                            # index on screen -> time stamp
@@ -446,7 +466,7 @@ def decord_is_wrong(head):
     for wrong, what in (
             (head.codec not in ("h264", "hevc", "vp9"), f"codec {head.codec}"),
             (not head.format.startswith(("mov,", "matroska,")), f"container {head.format}"),
-            (head.damaged or head.missing()[1], "a damaged file"),
+            (head.suspect or head.missing()[1], "a damaged file"),
             (head.hidden, "frames hidden by an edit list"),
             (head.early, "frames before the first keyframe"),
             (not head.closed, "open groups of pictures"),

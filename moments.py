@@ -2,8 +2,7 @@
 Long videos: read once, from one end to the other, for the windows of a few seconds in them; and
 pieces of them written as clips. search.py's use of PyAV is all here.
 
-    path --timeline--> the time of every frame (packet headers only)
-         --plan------> which frames each window needs, which the whole
+    path --timeline--> the time of every frame, from the packets' headers
          --pieces----> (start, end, frames uint8 [T, H, W, 3]) in order of time, the whole last
 
 A frame is resized as it is decoded and dropped when no window needs it any more: in memory are the
@@ -15,8 +14,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from data import (SAMPLERS, frames_of, orientation, packets, read_frames, resize, to_rgb,
-                  video_stream)
+import video
+from video import SAMPLERS, BadVideo, Head, frames_of, packets, read_frames, resize, to_rgb
 
 
 def clock(t):
@@ -26,22 +25,23 @@ def clock(t):
 
 
 def timeline(path):
-    """-> times of the frames [n] in order, and where the last one ends. Nothing is decoded."""
+    """-> video.Head with the times of the frames that decode, from the packets' headers; where
+    these can't be trusted, all is decoded once."""
     import av
-    with av.open(path, metadata_errors="ignore") as c:
-        s = video_stream(c)
-        shown = [p for p in packets(c, s) if p is not None and p.size and not p.is_discard]
-        rate = float(s.average_rate or s.guessed_rate or 25)
-        pts = [p.dts if p.pts is None else p.pts for p in shown]
-        if None in pts or len(set(pts)) < len(pts):  # raw streams: only the rate is known
-            times = np.arange(len(shown)) / rate
-        else:
-            times = np.sort(np.array([float(t * s.time_base) for t in pts]))
-        if not len(times):
-            raise ValueError("it has no frames")
-        times = times - times[0]
-        gap = float(np.median(np.diff(times))) if len(times) > 1 else 1 / rate
-    return times, float(times[-1]) + gap
+    head = Head()
+    with video.said_of(path, head):
+        video.check_file(path)
+        with av.open(path, metadata_errors="ignore") as c:
+            video.scan(c, head)
+        if head.suspect or head.early or head.missing()[1] or None in head.shown \
+                or len(set(head.shown)) < head.packets:
+            video.everything(path, head, set(), 0)
+    return head
+
+
+def seconds_of(head):
+    """Times of the frames, and where the last one ends [n + 1], in seconds."""
+    return head.times * float(head.tick)
 
 
 def windows(end, seconds):
@@ -54,46 +54,44 @@ def windows(end, seconds):
     return [(i * step, i * step + seconds) for i in range(n)] + [(end - seconds, end)]
 
 
-def pieces(path, T, sampler="uniform", size=0, seconds=0.0):
+def pieces(path, T, sampler="uniform", size=0, seconds=0.0, reader="pyav", min_decoded=0.9):
     """
     Yields (start, end, frames) of each window of `seconds`, then (None, end, frames) of the whole
     video. Raises BadVideo as read_frames does. The whole has the frames that read_frames gives.
     """
-    if not seconds:
-        frames = read_frames(path, T, sampler, size=size)
-        yield None, length(path), frames
+    how = dict(sampler=sampler, reader=reader, size=size, min_decoded=min_decoded)
+    head = timeline(path)
+    end = length(path, head)
+    plan = windows(end, seconds)
+    if not plan or head.missing()[1]:  # damaged: it may be too little, and that is said first
+        whole = read_frames(path, T, **how)
+    if not plan:
+        yield None, end, whole
         return
-    try:
-        times, end = timeline(path)
-    except Exception:  # whatever is wrong with the file, read_frames has the sentence for it
-        yield None, 0.0, read_frames(path, T, sampler, size=size)
-        return
+    times = seconds_of(head)[:-1]
     plan = [(start, stop, frames_at(times, start + (np.arange(T) + 0.5) / T * (stop - start)))
-            for start, stop in windows(end, seconds)]
-    whole = SAMPLERS[sampler](len(times), T)
-    kept, done, damaged = {}, 0, True
-    if plan:
-        needed = set(np.concatenate([whole, *(index for *_, index in plan)]).tolist())
-        try:
-            for i, frame in decoded(path, needed, size):
-                kept[i] = frame
-                while done < len(plan) and plan[done][2][-1] <= i:
-                    yield *plan[done][:2], at(kept, plan[done][2])
-                    done += 1
-                low = plan[done][2][0] if done < len(plan) else len(times)
-                kept = {j: f for j, f in kept.items() if j >= low or j in whole or j == i}
-            damaged = any(j not in kept for j in whole)
-        except Exception:  # damaged on the way: what was read before stands
-            pass
-    yield None, end, (read_frames(path, T, sampler, size=size) if damaged else
-                     np.stack([kept[j] for j in whole.tolist()]))
+            for start, stop in plan]
+    index, kept, done = SAMPLERS[sampler](head.times, T, head.tick), {}, 0
+    needed = set(np.concatenate([index, *(i for *_, i in plan)]).tolist())
+    for i, frame in decoded(path, needed, size, head):
+        kept[i] = frame
+        while done < len(plan) and plan[done][2][-1] <= i:
+            yield *plan[done][:2], np.stack([kept[j] for j in plan[done][2].tolist()])
+            done += 1
+        low = plan[done][2][0] if done < len(plan) else len(times)
+        kept = {j: f for j, f in kept.items() if j >= low or j in index or j == i}
+    if done < len(plan) or not kept.keys() >= set(index.tolist()):
+        raise BadVideo(f"cannot read {path}: it changed while it was read")
+    yield None, end, np.stack([kept[j] for j in index.tolist()])
 
 
-def length(path):
+def length(path, head=None):
+    """In seconds; 0 of a file that can't be read."""
     try:
-        return timeline(path)[1]
-    except Exception:  # it was read, so it is no bad file: only its length is unknown
+        times = seconds_of(head or timeline(path))
+    except BadVideo:
         return 0.0
+    return float(times[-1]) if len(times) > 1 else 0.0
 
 
 def frames_at(times, wanted):
@@ -101,34 +99,25 @@ def frames_at(times, wanted):
     return np.clip(np.searchsorted(times, wanted + 1e-6, "right") - 1, 0, len(times) - 1)
 
 
-def at(kept, index):
-    """[T, H, W, 3] of the frames in `index`; a lost one is replaced by the one before it."""
-    have = sorted(kept)
-    return np.stack([kept[have[max(np.searchsorted(have, i, "right") - 1, 0)]]
-                     for i in index.tolist()])
-
-
-def decoded(path, needed, size):
+def decoded(path, needed, size, head):
     """Yields (index, frame [H, W, 3]) of the frames in `needed`, in order; one pass."""
     import av
     i, shape = 0, None
     with av.open(path, metadata_errors="ignore") as c:
-        for p in packets(c, video_stream(c)):
+        for p in packets(c, video.video_stream(c)):
             for f in (frames_of(p) if p is not None else None) or []:
                 if i in needed:
-                    frame = resize(upright(f), size, shape)
+                    frame = resize(to_rgb(f, head), size, shape)
                     shape = frame.shape[:2]  # a stream may change its size on the way
                     yield i, frame
                 i += 1
 
 
 def upright(frame):
-    turns, mirrored = orientation(frame)
-
-    class Turn:  # what to_rgb reads of a file's head
-        pass
-    Turn.turns, Turn.mirrored = turns, mirrored
-    return to_rgb(frame, Turn)
+    """A frame's own picture [H, W, 3], turned as its file says."""
+    head = Head()
+    video.looks_of(frame, head)
+    return to_rgb(frame, head)
 
 
 def cut(path, start, end, out):
@@ -141,16 +130,16 @@ def cut(path, start, end, out):
     try:
         with av.open(path, metadata_errors="ignore") as c, \
                 av.open(temporary, "w", format="mp4") as o:
-            video = video_stream(c)
-            rate = video.average_rate or Fraction(25)
+            source = video.video_stream(c)
+            rate = source.average_rate or Fraction(25)
             new, base, n = o.add_stream("libx264", rate=rate), Fraction(1, 90000), 0
             new.pix_fmt, new.codec_context.time_base = "yuv420p", base
             new.options = {"crf": "18", "preset": "veryfast"}
             sound, add = sound_track(c, o)
-            zero = (video.start_time or 0) * video.time_base
+            zero = (source.start_time or 0) * source.time_base
             if start > 1:
                 c.seek(int((float(zero) + start - 1) * av.time_base))  # the keyframe before
-            for frame in c.decode(*[s for s in (video, sound) if s is not None]):
+            for frame in c.decode(*[s for s in (source, sound) if s is not None]):
                 t = None if frame.time is None else frame.time - float(zero)
                 if t is None or t < start - 1e-4:
                     continue
@@ -206,7 +195,7 @@ def stills(path, times, size=160):
     out = []
     try:
         with av.open(path, metadata_errors="ignore") as c:
-            s = video_stream(c)
+            s = video.video_stream(c)
             zero = float((s.start_time or 0) * s.time_base)
             for t in times:
                 if t > 1:

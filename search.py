@@ -31,7 +31,7 @@ json = False           # query: JSON on standard output instead of a table
 cut = ""               # query: folder in which the hits are saved as clips
 out = "hits.html"      # page: -o hits.html, the file to write
 num_workers = 2        # index: processes that read videos
-patience = 600.0       # index: seconds without a sign of life after which a video counts as broken
+video_timeout = 600.0  # index: seconds without a frame after which a video counts as broken
 device = "auto"        # cuda, cpu; auto: a GPU if there is one
 backbone: str | None = None   # where the backbone is now, if it has moved
 # end of settings
@@ -87,7 +87,7 @@ def configured(argv=None):
     for path in filter(None, (args.image, args.video)):
         if not os.path.isfile(path):
             raise ValueError(f"{path} is no file")
-    for key, low in (("k", 1), ("preselect", 1), ("num_workers", 1), ("patience", 0.1)):
+    for key, low in (("k", 1), ("preselect", 1), ("num_workers", 1), ("video_timeout", 0.1)):
         if not getattr(args, key) >= low:
             raise ValueError(f"{key} is {getattr(args, key)}, the least is {low}")
     if args.moments is not None and not 0 <= args.moments < 1e6:
@@ -120,6 +120,7 @@ import moments as cinema
 import shelf
 from data import Sample, visible
 from moments import clock
+from video import read_frames, reason_of
 
 CHUNK = 8             # windows of a video that are encoded together; a whole is encoded alone
 BLOCK = 4 * 2 ** 20   # bytes of vectors that are unpacked at once from int8: they fit a cache
@@ -215,10 +216,10 @@ class Run:
         return self.features("text", [Sample("query", c) for c in captions])
 
     def video_features(self, paths):
-        from data import read_frames
+        cfg = self.cfg
         return self.features("video", [
-            Sample(path, None, read_frames(path, self.cfg.num_frames, self.cfg.sampler,
-                                           size=self.cfg.frame_size)) for path in paths])
+            Sample(path, None, read_frames(path, cfg.num_frames, cfg.sampler, cfg.reader,
+                                           cfg.frame_size, cfg.min_decoded)) for path in paths])
 
     def text(self, captions):
         return self._scorable(self.text_features(captions), True)
@@ -245,7 +246,7 @@ def piece_reader(run, seconds):
     def read(path):
         times, frames = [], []
         for start, end, f in cinema.pieces(path, cfg.num_frames, cfg.sampler, cfg.frame_size,
-                                           seconds):
+                                           seconds, cfg.reader, cfg.min_decoded):
             if frames and (start is None or len(frames) == CHUNK):
                 yield times, inputs(frames)
                 times, frames = [], []
@@ -273,7 +274,8 @@ def serve(pipe, others, read):
             except (BrokenPipeError, EOFError):
                 return
             except Exception as e:  # whatever a file does to a decoder, the next one is read
-                pipe.send(("bad", " ".join(str(e).split()) or type(e).__name__))
+                why = reason_of(e, path) or str(e) or type(e).__name__
+                pipe.send(("bad", " ".join(why.split())))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
@@ -380,7 +382,7 @@ def build(args, run, say=print):
     bar = tqdm(total=len(todo), desc="index", unit="video", smoothing=0.1, leave=False,
                disable=None if say is print else True)
     jobs = (shelf.inside(args.root, path) for path in todo)
-    for full, kind, what in read_all(list(jobs), read, args.num_workers, args.patience):
+    for full, kind, what in read_all(list(jobs), read, args.num_workers, args.video_timeout):
         path = os.path.relpath(full, args.root).replace(os.sep, "/")
         try:
             if kind == "piece":
@@ -434,9 +436,7 @@ def report(args, folder, writer, counts, fresh, bad, links, others, say):
     if bad:
         say(f"{len(bad)} can't be read:")
     for path in sorted(bad):
-        why = bad[path].partition("; replace or re-encode")[0]
-        head = f"cannot read {os.path.join(args.root, path)}"
-        say(f"  {shown(path)}: {shown(why.removeprefix(head).lstrip(': '))}")
+        say(f"  {shown(path)}: {shown(bad[path])}")
 
 
 def shown(text):

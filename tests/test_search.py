@@ -33,6 +33,7 @@ import shelf
 import train
 from conftest import ROOT, make_clip, make_clips, make_qwen2vl
 from data import Item
+from video import BadVideo, read_frames
 
 DEFAULTS = {k: d for k, (_, d, _) in search.read_settings(search.__file__).items()}
 
@@ -608,9 +609,13 @@ def test_a_damaged_video_keeps_the_windows_that_can_be_read(tmp_path):
             if p.size:
                 p.stream = s
                 b.mux(p)
-    raw = (tmp_path / "b.mkv").read_bytes()
-    (tmp_path / "c.mkv").write_bytes(raw[:len(raw) * 7 // 10])
-    got = list(moments.pieces(str(tmp_path / "c.mkv"), 4, size=16, seconds=4.0))
+    raw, file = (tmp_path / "b.mkv").read_bytes(), str(tmp_path / "c.mkv")
+    Path(file).write_bytes(raw[:len(raw) * 7 // 10])
+    with pytest.raises(BadVideo, match="s of 10.0 s decode, less than min_decoded=0.9"):
+        list(moments.pieces(file, 4, size=16, seconds=4.0))
+    got = list(moments.pieces(file, 4, size=16, seconds=4.0, min_decoded=0.5))
+    whole = read_frames(file, 4, size=16, min_decoded=0.5)
+    assert np.array_equal(got[-1][2], whole)
     assert got[0][:2] == (0, 4) and [number(f) for f in got[0][2]] == [5, 15, 25, 35]
     assert got[-1][0] is None and 4 < got[-1][1] < 9
 

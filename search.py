@@ -380,9 +380,9 @@ def build(args, run, say=print):
     parts, fresh, sample = {}, 0, []
     read = piece_reader(run, header["moments"])
     bar = tqdm(total=len(todo), desc="index", unit="video", smoothing=0.1, leave=False,
-               disable=None if say is print else True)
-    jobs = (shelf.inside(args.root, path) for path in todo)
-    for full, kind, what in read_all(list(jobs), read, args.num_workers, args.video_timeout):
+               disable=say is not print)
+    jobs = [shelf.inside(args.root, path) for path in todo]
+    for full, kind, what in read_all(jobs, read, args.num_workers, args.video_timeout):
         path = os.path.relpath(full, args.root).replace(os.sep, "/")
         try:
             if kind == "piece":

@@ -214,7 +214,11 @@ class Writer:
 
     def __init__(self, folder, header):
         self.folder, self.new = folder, os.path.join(folder, "new")
-        os.makedirs(only_file(self.new), exist_ok=True)
+        try:
+            os.makedirs(only_file(self.new), exist_ok=True)
+        except OSError as e:
+            raise OSError(f"can't make the index {folder}: {e.strerror}; say with --index where it "
+                          "may lie") from None
         try:
             self.lock = lock(folder)
         except OSError:

@@ -322,7 +322,7 @@ def test_killed_at_any_moment_and_resumed_it_is_the_same_to_the_byte(
         runs, videos, whole_index, tmp_path, monkeypatch):
     run, want = runs["mars"], content(whole_index[0])
     torch.set_num_threads(1)
-    # at every single change of the file system: the n-th one kills
+    # at changes of the file system: the n-th one kills, or stops in the middle of a file
     counted = ("replace", "remove", "makedirs")
     real, done = {name: getattr(os, name) for name in counted}, {"n": 0, "kill": 0}
 
@@ -334,6 +334,14 @@ def test_killed_at_any_moment_and_resumed_it_is_the_same_to_the_byte(
             return real[name](*args, **kw)
         return call
 
+    def half(tensors, path, metadata):
+        save_file(tensors, path, metadata)
+        done["n"] += 1
+        if done["n"] == done["kill"]:
+            os.truncate(path, os.path.getsize(path) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(shelf, "save_file", half)
     for name in counted:
         monkeypatch.setattr(os, name, deadly(name))
     monkeypatch.setattr(search, "COMPACT", 4)
@@ -409,6 +417,29 @@ def test_new_changed_moved_and_deleted_files(runs, tmp_path, monkeypatch):
     bad, _ = build(run, d)
     assert set(bad) == {"new.mp4"}
     assert "new.mp4" not in [x["path"] for x in shelf.Reader(folder).lines]
+
+
+def test_a_video_that_changes_while_it_was_read_waits_for_the_next_run(runs, tmp_path, monkeypatch):
+    grey(tmp_path / "a.mp4", 8)
+    real = search.Run.encode
+
+    def writing(self, *args):
+        os.utime(tmp_path / "a.mp4", ns=(5, 5))
+        return real(self, *args)
+
+    monkeypatch.setattr(search.Run, "encode", writing)
+    assert "changed while it was read" in build(runs["slq"], tmp_path)[0]["a.mp4"]
+    assert build(runs["slq"], tmp_path)[0] == {}
+
+
+def test_an_embedding_that_is_not_finite_is_not_indexed(runs, tmp_path, monkeypatch):
+    grey(tmp_path / "a.mp4", 8)
+    grey(tmp_path / "b.mp4", 8, first=9)
+    real, n = search.Run.encode, []
+    monkeypatch.setattr(search.Run, "encode", lambda *a: n.append(1) or {
+        k: x * (float("nan") if len(n) == 1 else 1) for k, x in real(*a).items()})
+    assert build(runs["slq"], tmp_path)[0] == {"a.mp4": "its embedding is not finite"}
+    assert [x["path"] for x in shelf.Reader(tmp_path / ".nanotvr").lines] == ["b.mp4"]
 
 
 def test_a_moved_file_is_told_by_its_bytes(tmp_path):

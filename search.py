@@ -280,72 +280,90 @@ def serve(pipe, others, read):
         return
 
 
-def read_all(jobs, read, workers, patience):
-    """
-    Yields (job, "piece", what read(job) yields), then (job, "done", None) or (job, "bad", why).
+class Readers:
+    """Processes that read a video at a time. One that dies, or says nothing for `patience` seconds,
+    costs its video and is replaced."""
 
-    A process that dies, or says nothing for `patience` seconds, costs its video and is replaced.
-    """
+    def __init__(self, jobs, read, patience):
+        self.jobs, self.read, self.patience = iter(jobs), read, patience
+        self.context = get_context("fork")
+        self.busy = {}  # pipe -> [process, job, since when it is silent]
+
+    def start(self):
+        here, there = self.context.Pipe()
+        process = self.context.Process(target=serve, args=(there, [here, *self.busy], self.read),
+                                       daemon=True)
+        process.start()
+        there.close()
+        self.give(here, process)
+
+    def give(self, pipe, process):
+        """The next job, or the end."""
+        job = next(self.jobs, None)
+        if job is None:
+            pipe.close()
+            process.join()
+        else:
+            pipe.send(job)
+            self.busy[pipe] = [process, job, time.monotonic()]
+
+    def speaking(self):
+        """Those that have something to say, or should have had."""
+        ready = connection.wait(list(self.busy), timeout=0.5)
+        now = time.monotonic()
+        return [(p, p in ready) for p in self.busy
+                if p in ready or now - self.busy[p][2] > self.patience]
+
+    def ended(self, pipe, ready):
+        """Of a process that says no more: why."""
+        if ready:  # its end of the pipe is closed, so it is gone or going
+            self.busy[pipe][0].join(5)
+        process = self.stop(pipe)
+        return (f"it ended its reader (exit {process.exitcode})" if ready else
+                f"its reader gave no sign of life for {self.patience:g} s")
+
+    def stop(self, pipe):
+        process = self.busy.pop(pipe)[0]
+        process.kill()
+        process.join()
+        pipe.close()
+        return process
+
+
+def read_all(jobs, read, workers, patience):
+    """Yields (job, "piece", what read yields), then (job, "done", None) or (job, "bad", why)."""
     if "fork" not in get_all_start_methods():  # Windows: here, one after the other
         for job in jobs:
             try:
                 yield from ((job, "piece", piece) for piece in read(job))
                 yield job, "done", None
             except ValueError as e:
-                yield job, "bad", str(e)
+                yield job, "bad", reason_of(e, job) or str(e)
         return
-    n, jobs, context = len(jobs), iter(jobs), get_context("fork")
-    busy = {}  # pipe -> [process, job, since when it is silent]
-
-    def give(pipe, process):
-        job = next(jobs, None)
-        if job is None:
-            pipe.close()
-            process.join()
-        else:
-            pipe.send(job)
-            busy[pipe] = [process, job, time.monotonic()]
-
-    def start():
-        here, there = context.Pipe()
-        process = context.Process(target=serve, args=(there, [here, *busy], read), daemon=True)
-        process.start()
-        there.close()
-        give(here, process)
-
+    readers = Readers(jobs, read, patience)
     try:
-        for _ in range(min(workers, n)):
-            start()
-        while busy:
-            ready = connection.wait(list(busy), timeout=0.5)
-            for pipe in [p for p in busy if p in ready or time.monotonic() - busy[p][2] > patience]:
-                process, job, _ = busy[pipe]
+        for _ in range(min(workers, len(jobs))):
+            readers.start()
+        while readers.busy:
+            for pipe, ready in readers.speaking():
+                process, job, _ = readers.busy[pipe]
                 try:
-                    kind, what = pipe.recv() if pipe in ready else ("late", None)
+                    kind, what = pipe.recv() if ready else ("late", None)
                 except (EOFError, OSError):
-                    kind, what = "dead", None
-                if kind == "piece":
-                    busy[pipe][2] = time.monotonic()
-                    yield job, kind, what
-                    busy[pipe][2] = time.monotonic()  # encoding it took its own time
-                    continue
-                del busy[pipe]
+                    kind = "dead"
                 if kind in ("late", "dead"):
-                    process.kill()
-                    process.join()
-                    pipe.close()
-                    what = f"its reader gave no sign of life for {patience:g} s" \
-                        if kind == "late" else f"it ended its reader (exit {process.exitcode})"
-                    kind = "bad"
-                    start()
-                else:
-                    give(pipe, process)
+                    yield job, "bad", readers.ended(pipe, ready)
+                    readers.start()
+                    continue
+                if kind != "piece":
+                    del readers.busy[pipe]
+                    readers.give(pipe, process)
                 yield job, kind, what
+                if pipe in readers.busy:
+                    readers.busy[pipe][2] = time.monotonic()  # encoding took its own time
     finally:
-        for pipe, (process, *_) in busy.items():
-            process.kill()
-            process.join()
-            pipe.close()
+        for pipe in list(readers.busy):
+            readers.stop(pipe)
 
 
 # -----------------------------------------------------------------------------

@@ -227,20 +227,40 @@ def test_hits_are_the_exact_order_whatever_the_chunks(runs, videos, tmp_path, mo
     assert hits[place["ztwin.mp4"]]["score"] == hits[place["twin.mp4"]]["score"]
 
 
-def test_what_could_be_first_is_a_candidate_although_the_fast_score_says_otherwise(
-        runs, videos, tmp_path, monkeypatch):
-    run = runs["slq"]
-    build(run, videos, tmp_path / "i")
-    reader = shelf.Reader(tmp_path / "i")
-    query = run.text_features(["a red square moves left"])
-    want = [h["path"] for h in search.search(run, reader, query, 9)]
-    S, sure = search.fast_scores(run, reader, query)
-    rounding = 1e-6 * torch.rand(S.shape, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(search, "fast_scores", lambda *a: (S + rounding, sure))
-    assert [h["path"] for h in search.search(run, reader, query, 9)] == want
-    # PHA-Net: few candidates, then the three levels decide among them
+class Made(shelf.Writer):
+    """An index of vectors z [n, D] that no video stands behind."""
+
+    def __init__(self, folder, z):
+        super().__init__(folder, dict(format=shelf.FORMAT, run={}, moments=0.0, dtype="fp32"))
+        self.z = z
+        self.lines = {f"{i:03d}.mp4": dict(path=f"{i:03d}.mp4", size=1, mtime_ns=1, end=1.0,
+                                           digest="0" * 16, moments=[]) for i in range(len(z))}
+        self.compact()
+
+    def tensors(self, line):
+        return {"z": self.z[int(line["path"][:3])][None]}
+
+
+def test_what_could_be_first_is_a_candidate_although_rounding_hides_it(tmp_path, monkeypatch):
+    # 300 scores 2e-8 apart, in disorder, under a rounding of 8e-6: the first 64 are any
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
+    made = Made(str(tmp_path / "i"), (0.09 - 2e-8 * order)[:, None] * torch.eye(1, 8))
+    reader = shelf.Reader(made.folder)
+    run = SimpleNamespace(device="cpu", model=SimpleNamespace(
+        similarity=lambda text, video: text["z"] @ video["z"].T))
+    query = {"z": torch.eye(1, 8)}
+    rounding = 8e-6 * torch.rand(300, generator=torch.Generator().manual_seed(1))
+    fast, sure = search.fast_scores(run, reader, query)
+    monkeypatch.setattr(search, "fast_scores", lambda *a: (fast + rounding, sure))
+    best = [f"{i:03d}.mp4" for i in order.argsort().tolist()]
+    first = {f"{i:03d}.mp4" for i in (fast + rounding).topk(64).indices.tolist()}
+    assert not {*best[:3]} <= first
+    assert [h["path"] for h in search.search(run, reader, query, 3)] == best[:3]
+
+
+def test_preselection_picks_by_the_global_level_and_scores_all_three(runs, videos, tmp_path,
+                                                                      monkeypatch):
     run = runs["pha"]
-    monkeypatch.undo()
     build(run, videos, tmp_path / "p")
     reader = shelf.Reader(tmp_path / "p")
     query = run.text_features(["a red square moves left"])
@@ -341,6 +361,13 @@ def test_killed_at_any_moment_and_resumed_it_is_the_same_to_the_byte(
             os.truncate(path, os.path.getsize(path) // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def noting(self, line, tensors):
+        with open(tmp_path / "done", "a") as f:
+            f.write("x")
+        add(self, line, tensors)
+
+    add = shelf.Writer.add
+    monkeypatch.setattr(shelf.Writer, "add", noting)
     monkeypatch.setattr(shelf, "save_file", half)
     for name in counted:
         monkeypatch.setattr(os, name, deadly(name))
@@ -356,6 +383,8 @@ def test_killed_at_any_moment_and_resumed_it_is_the_same_to_the_byte(
         kills += 1
     assert status == 0 and kills >= 4
     assert content(tmp_path / "i") == want
+    # a kill costs no more than the video in work
+    assert len((tmp_path / "done").read_text()) <= len(GOOD) + kills
     # at random moments
     monkeypatch.undo()
     random.seed(0)

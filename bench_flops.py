@@ -54,36 +54,13 @@ if __name__ == '__main__':  # so that --help and typos answer at once
 import math
 import os
 from json import dumps
-from statistics import median
 
 import flops
-from flops import BASELINES, BERT_TOKENS, GALLERY, LLMS, MARS_SLOTS, MARS_TOKENS, TOWERS, count
-
-GIGA, TERA = 1e9, 1e12
-WHOLE = sum(GALLERY.values())  # 7,920 videos of the four sets, and as many queries
+from flops import (BASELINES, BERT_TOKENS, GALLERY, GIGA, LLMS, MARS_SLOTS, MARS_TOKENS, TERA,
+                   TOWERS, UNITS, WHOLE, agrees, count, row)
 
 # -----------------------------------------------------------------------------
-# rows
-
-UNITS = {'k': 1e3, 'K': 1e3, 'M': 1e6, 'B': 1e9}
-
-
-def printed(text):
-    """A paper's '36k' or '1,740.8' -> its number, in the printed unit, and half its last digit."""
-    digits = text.rstrip('kKMB').replace(',', '')
-    return float(digits), 0.5 * 10.0 ** -len(digits.partition('.')[2])
-
-
-def row(model, cell, ours, rule, paper=None):
-    """A row of the JSON. `paper` is the text as printed; `ours` is in the printed unit."""
-    value = printed(paper)[0] if paper else None
-    return {'model': model, 'cell': cell, 'paper': value, 'ours': ours,
-            'diff': ours - value if paper else None, 'rule': rule, 'printed': paper}
-
-
-def agrees(r):
-    return abs(r['diff']) <= printed(r['printed'])[1] + 1e-9
-
+# what is printed
 
 def show(title, rows):
     """paper | recomputed | difference, and what does not round to the printed digits."""
@@ -105,7 +82,7 @@ def grid(title, columns, lines, digits=1):
                                         for x in numbers))
 
 
-def honest(lines, columns, model=0):
+def honest(lines, columns):
     """The same lines as rows of the JSON."""
     return [row(name, cell, x, 'flops') for name, *numbers in lines
             for cell, x in zip(columns, numbers) if x is not None]
@@ -120,8 +97,6 @@ TABLE4 = {  # offline, four times online, total; all as printed
     'InternVideo2-6B': ('13,384.1', '2,857.2', '3,942.5', '3,258.7', '2,458.5', '134.0'),
     'MARS': ('5,657.7', '322.3', '1,031.8', '659.3', '274.3', '51.1'),
 }
-TABLE4_SECONDS = {'UMT': '2,351.8', 'InternVideo2-1B': '8,717.4', 'InternVideo2-6B': '10,424.3',
-                  'MARS': '3,626.1'}  # on an A100; what it holds is not said
 COLUMNS4 = ('offline GF/video', *(f'online GF/query, {s}' for s in GALLERY), 'total M GF')
 
 
@@ -150,8 +125,8 @@ def mars_table():
     rows = [row(name, cell, ours, 'fvcore', paper) for name, cells in TABLE4.items()
             for cell, paper, ours in zip(COLUMNS4, cells,
                                          table4_row(name, paper_frames(name), 'fvcore'))]
-    show("MARS, Table 4. Rule: fvcore. A multiply-add is 1, LayerNorm 5 per element, attention in a "
-         "fused\nkernel is not seen (GF are 10^9 multiply-adds)", rows)
+    show("MARS, Table 4. Rule: fvcore. A multiply-add is 1, LayerNorm 5 per element, attention in "
+         "a fused\nkernel is not seen (GF are 10^9 multiply-adds)", rows)
 
     lines = []
     for name, T in (('UMT', 12), ('UMT', 4), ('InternVideo2-1B', 8), ('InternVideo2-6B', 4),
@@ -231,8 +206,8 @@ def pha_table():
              for name, (paper, how) in TABLE7.items()]
     rows += [row('PHA-Net', f'Table 4, {name}, M', flops.pha_parameters(*blocks) / 1e6, 'thop',
                  paper) for name, (paper, *blocks) in TABLE4_PHA.items()]
-    show("PHA-Net, Tables 12, 10, 7, 4 (a text, a video, their part in 64 x 64 pairs). Rule: thop. A "
-         "multiply-add\nof nn.Linear or nn.Conv is 1, nn.LayerNorm 4 per element; attention (its "
+    show("PHA-Net, Tables 12, 10, 7, 4 (a text, a video, their part in 64 x 64 pairs). Rule: thop. "
+         "A\nmultiply-add of nn.Linear or nn.Conv is 1, nn.LayerNorm 4 per element; attention (its "
          "weights too), products of\nactivations and bare parameters are not seen, nor are their "
          "parameters", rows)
 
@@ -243,9 +218,9 @@ def pha_table():
         parts = [count(peer[k], 'flops') / GIGA for k in ('text', 'video', 'pairs')]
         lines.append([f'{name}, 12 frames', *parts, sum(parts),
                       sum(parts) / float(TABLE12[name])])
-    grid("One rule for all rows: 2 FLOPs per multiply-add, attention counted everywhere; 12 frames, "
-         "as all\ntheir configs have. Similarity by hand, n x n re-weightings left out", columns,
-         lines, 2)
+    grid("One rule for all rows: 2 FLOPs per multiply-add, attention counted everywhere; 12 "
+         "frames, as\nall their configs have. Similarity by hand, n x n re-weightings left out",
+         columns, lines, 2)
     true = flops.pha_true_parameters() / 1e6
     print(f"  PHA-Net has {true:.1f} M parameters, not 112.59 M: CLIP's attention, embeddings and "
           "projections count too")
@@ -289,9 +264,9 @@ def slq_steps():
                  for step in (flops.plain_step, flops.cache_step) for again in (False, True)]
         lines.append([name, *sizes, tower, *steps, steps[0] / steps[2]])
     grid(f"A training step per pair, LLM only, TFLOPs (same rule; N = {flops.N_QUERIES}, an image "
-         f"of 448 x 448, a caption\nof {CAPTION} tokens). The tower is run once, without gradient, "
-         "in all of them. plain: all tokens forward and\nbackward. cache: the content forward, only "
-         "the queries forward and backward", columns, lines, 3)
+         f"of 448 x 448,\na caption of {CAPTION} tokens). The tower runs once, without gradient, "
+         "in all of them. plain: all tokens\nforward and backward. cache: the content forward, "
+         "only the queries forward and backward", columns, lines, 3)
     cells = ('image tokens', 'text tokens', 'tower TF/pair', 'plain step TF/pair',
              'plain step, checkpointing, TF/pair', 'prefix-cache step TF/pair',
              'prefix-cache step, recomputing, TF/pair', 'plain / prefix cache')
@@ -327,8 +302,8 @@ def plan_mars(cfg):
     see = flops.vision(tower, T)
     N = cfg.videos or 1000
     dots = flops.Counter(matmul=N * M * D)
-    what = (f"MARS on VideoChat-Flash-Qwen2-7B, LoRA r=128 not merged, {T} frames of {side} pixels, "
-            f"{tokens} tokens per 4\nframes, {M} slots, a query of {L} tokens in all")
+    what = (f"MARS on VideoChat-Flash-Qwen2-7B, LoRA r=128 not merged, {T} frames of {side} pixels,"
+            f"\n{tokens} tokens per 4 frames, {M} slots, a query of {L} tokens in all")
     return what, N, {'vision tower': see, 'merging, LLM': video - see}, \
         {'LLM': flops.mars_query(L, 0, M), 'similarity': dots}, M * D
 
@@ -383,14 +358,17 @@ def plan(cfg):
           f"{cfg.tflops:g} TFLOP/s (assumed: set --tflops to what yours sustains)")
     print(f"  online   {online / GIGA:,.1f} GFLOPs per query ({parts(query)}), "
           f"{1e3 * seconds:,.1f} ms at that rate")
-    print(f"  gallery  {size:,} bytes per {item} ({numbers:,} numbers of {cfg.number_bytes} bytes), "
-          f"{N * size:,} bytes in all:\n           {machines:,} machine{'s' * (machines > 1)} of "
-          f"{cfg.machine_gb:g} GB")
+    print(f"  gallery  {size:,} bytes per {item} ({numbers:,} numbers of {cfg.number_bytes} "
+          f"bytes), {N * size:,} bytes in all:\n           {machines:,} "
+          f"machine{'s' * (machines > 1)} of {cfg.machine_gb:g} GB")
     cells = {f'offline GFLOPs/{item}': offline / GIGA, 'offline FLOPs, all': N * offline,
              'offline device hours': hours, 'online GFLOPs/query': online / GIGA,
              f'gallery bytes/{item}': size, 'gallery bytes': N * size, 'machines': machines}
     return [row(what.partition(' on ')[0], cell, x, 'flops') for cell, x in cells.items()]
 
+
+# -----------------------------------------------------------------------------
+# the run
 
 def check(cfg):
     """One clear line for a setting that can't be."""
@@ -421,6 +399,7 @@ def main(cfg):
     check(cfg)
     extra = {}
     if cfg.table == 'time':
+        from stopwatch import time_table
         rows, extra = time_table(cfg)
     elif any(getattr(cfg, key) for key in PLAN_KEYS[cfg.table]):
         rows = plan(cfg)

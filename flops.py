@@ -84,7 +84,8 @@ UMT_L = dict(layers=24, d=1024, mlp=4096, patch=16, side=224, clip=0, cls=0, nor
 TOWERS = {
     'UMT': UMT_L,
     # RMSNorm, which no counter sees. The attention pool behind it is not in the paper's number
-    'InternVideo2-1B': dict(layers=40, d=1408, mlp=6144, patch=14, side=224, clip=0, cls=1, norms=0),
+    'InternVideo2-1B': dict(layers=40, d=1408, mlp=6144, patch=14, side=224, clip=0, cls=1,
+                            norms=0),
     'InternVideo2-6B': dict(layers=48, d=3200, mlp=12800, patch=14, side=224, clip=0, cls=1,
                             norms=0),
     # VideoChat-Flash's UMT-L at 448 pixels, clips of 4 frames. Its features are read before the
@@ -473,3 +474,28 @@ def cache_step(llm, n, N=N_QUERIES, checkpointing=True):
 def slq_item(name, n, N=N_QUERIES):
     """Encoding one content of n tokens and N queries."""
     return llm_pass(LLMS[name], n + N)
+
+
+# -----------------------------------------------------------------------------
+# what a paper prints, and a row of a table
+
+GIGA, TERA = 1e9, 1e12
+WHOLE = sum(GALLERY.values())  # 7,920 videos of MARS's four sets, and as many queries
+UNITS = {'k': 1e3, 'K': 1e3, 'M': 1e6, 'B': 1e9}
+
+
+def printed(text):
+    """A paper's '36k' or '1,740.8' -> its number, in the printed unit, and half its last digit."""
+    digits = text.rstrip('kKMB').replace(',', '')
+    return float(digits), 0.5 * 10.0 ** -len(digits.partition('.')[2])
+
+
+def row(model, cell, ours, rule, paper=None):
+    """A row of the JSON. `paper` is the text as printed; `ours` is in the printed unit."""
+    value = printed(paper)[0] if paper else None
+    return {'model': model, 'cell': cell, 'paper': value, 'ours': ours,
+            'diff': ours - value if paper else None, 'rule': rule, 'printed': paper}
+
+
+def agrees(r):
+    return abs(r['diff']) <= printed(r['printed'])[1] + 1e-9

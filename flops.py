@@ -458,9 +458,13 @@ def backward(work):
 
 
 def plain_step(llm, n, N=N_QUERIES, checkpointing=False):
-    """Forward and backward of all n + N tokens; with checkpointing one more forward."""
+    """
+    Forward and backward of all n + N tokens. Checkpointing runs each layer once more, up to the
+    input of its last linear: torch stops where all that backward needs is there.
+    """
     forward = llm_pass(llm, n + N)
-    return total(times(2 if checkpointing else 1, forward), backward(forward))
+    again = forward - times(llm['layers'], linear(n + N, *llm_linears(llm)[-1]))
+    return total(forward, again if checkpointing else Counter(), backward(forward))
 
 
 def cache_step(llm, n, N=N_QUERIES, checkpointing=True):

@@ -101,7 +101,9 @@ def make_model(cfg, device, dtype):
         what = cfg.backbone or f"the demo's {folder}"
         backbone = backbones.load(cfg.backbone or os.path.join('data', 'demo', 'backbones', folder),
                                   dtype=dtype)
-    how = {} if paper or cfg.backbone else how
+    if paper or cfg.backbone:
+        layers = cfg.model == 'pha' and len(backbone.model.text_model.encoder.layers)
+        how = dict(block_layers=min(4, layers)) if layers else {}
     config, cls = {'mars': (MARSConfig, MARS), 'pha': (PHAConfig, PHANet),
                    'slq': (SLQConfig, SLQ)}[cfg.model]
     if cfg.model != 'pha':

@@ -108,7 +108,9 @@ def make_model(cfg, device, dtype):
                    'slq': (SLQConfig, SLQ)}[cfg.model]
     if cfg.model != 'pha':
         how = how | dict(gradient_checkpointing=False)
-    return cls(config(**how), backbone).to(device).eval().requires_grad_(False), what, paper
+    with torch.device(device if paper else 'cpu'):  # LoRA too is made where it will be
+        model = cls(config(**how), backbone)
+    return model.to(device).eval().requires_grad_(False), what, paper
 
 
 def read_clips(cfg, num_frames, side):

@@ -93,8 +93,10 @@ TOWERS = {
     'MARS': UMT_L | dict(layers=23, side=448, clip=4, attention='fused'),
     # SLQ's InternVL3: InternViT-300M on one tile of 448 pixels
     'InternViT': dict(layers=24, d=1024, mlp=4096, patch=14, side=448, clip=1, cls=1, norms=2),
-    # SLQ's Qwen3-VL-2B and -4B; square pictures here, the model itself keeps their aspect
-    'Qwen3-VL': dict(layers=24, d=1024, mlp=4096, patch=16, side=448, clip=1, cls=0, norms=2),
+    # SLQ's Qwen3-VL-2B and -4B; square pictures here, the model itself keeps their aspect. A patch
+    # is of two frames, an image is shown twice
+    'Qwen3-VL': dict(layers=24, d=1024, mlp=4096, patch=16, side=448, clip=1, cls=0, norms=2,
+                     tubelet=2),
 }
 
 
@@ -115,7 +117,8 @@ def vision(tower, T):
     """T frames through a tower: patches by a convolution, blocks, a final norm."""
     n, d = vision_tokens(tower, T), tower['d']
     layer = block(n, d, tower['mlp'], tower.get('attention', 'matmul'), norms=tower['norms'])
-    conv = Counter(conv=(n - tower['cls']) * 3 * tower['patch'] ** 2 * d)
+    pixels = 3 * tower.get('tubelet', 1) * tower['patch'] ** 2
+    conv = Counter(conv=(n - tower['cls']) * pixels * d)
     final = norm(n if tower['norms'] else 0, d)
     return times(num_clips(tower, T), total(conv, times(tower['layers'], layer), final))
 

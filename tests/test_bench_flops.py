@@ -318,6 +318,37 @@ def test_a_vision_tower_of_transformers_counts_what_the_formula_gives(mars_on_me
         assert same(counted(tower), count(flops.times(T, one), 'flops'))
 
 
+def test_slqs_towers_count_what_the_formula_gives():
+    from transformers.models.internvl import modeling_internvl as internvl
+    from transformers.models.qwen3_vl import configuration_qwen3_vl as qwen3_config
+    from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3
+    config = transformers.InternVLConfig(text_config=dict(model_type='qwen2', hidden_size=896))
+    config.vision_config._attn_implementation = 'eager'
+    wide = qwen3_config.Qwen3VLVisionConfig(
+        depth=24, hidden_size=1024, intermediate_size=4096, out_hidden_size=2048,
+        deepstack_visual_indexes=[5, 11, 17])  # as Qwen3-VL-2B has them
+    wide._attn_implementation = 'eager'
+    n = 28 * 28
+    with torch.device('meta'):
+        tower, merger = (internvl.InternVLVisionModel(config.vision_config),
+                         internvl.InternVLMultiModalProjector(config))
+        visual = qwen3.Qwen3VLVisionModel(wide)
+        image, tokens = torch.empty(1, 3, 448, 448), torch.empty(1, 256, 4096)
+        pixels, turn = torch.empty(n, 3 * 2 * 16 * 16), torch.empty(n, 64)
+
+    def of_qwen3():
+        h = visual.patch_embed(pixels)
+        for block in visual.blocks:
+            h = block(h, cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
+                      position_embeddings=(turn, turn))
+        for one in (visual.merger, *visual.deepstack_merger_list):
+            one(h)
+    with torch.no_grad():
+        a, b = counted(lambda: (tower(image), merger(tokens))), counted(of_qwen3)
+    assert same(a, count(flops.image_vision('InternVL3-1B'), 'flops'))
+    assert same(b, count(flops.image_vision('Qwen3VL-2B'), 'flops'))
+
+
 class PlainTower(nn.Module):
     """UMT-L's shapes out of torch's own modules: a convolution, pre-norm layers, a norm."""
 

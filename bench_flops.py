@@ -15,10 +15,11 @@ weights, a network or a GPU, but on a GPU `time` builds the papers' sizes with r
 # settings
 table = ''              # mars, pha, slq or time; also the first word of the command
 json = ''               # also write the JSON line to this file
-# a plan: any of the next six prices it in place of the table; 0 is the paper's value
-videos = 0              # mars, pha, slq: videos (slq: images) in the gallery
+# a plan: any of the next six prices it in place of the table; 0 is the paper's value. `time` too
+# goes by videos, frames, slots and query_tokens
+videos = 0              # videos (slq: images) in the gallery, 0: 1000
 frames = 0              # mars, pha: frames of a video
-resolution = 0          # mars, pha, slq: pixels of a frame's side
+resolution = 0          # pixels of a frame's side
 slots = 0               # mars: slots M; slq: queries N
 video_tokens = 0        # mars: LLM tokens of each 4 frames; slq: of an image
 query_tokens = 0        # mars, slq: of a query, template included, slots not; pha: words
@@ -34,8 +35,6 @@ size = 'auto'           # without a backbone: demo (tiny ones), paper (random we
 data = 'data/demo'      # test.jsonl and videos/ to read clips from
 clips = 16              # how many of them
 batch = 4               # videos per forward; queries come one by one
-gallery = 1000          # videos that a query is compared with
-caption_tokens = 0      # of a query with its template and slots; 0: 47 (DiDeMo's, MARS's Table 4)
 runs = 5                # measured runs of each stage, after one that isn't
 device = 'auto'         # cuda or cpu; auto: a GPU if there is one
 dtype = 'auto'          # of the weights: bfloat16, float32; auto: bfloat16 on a GPU
@@ -126,7 +125,8 @@ def mars_table():
             for cell, paper, ours in zip(COLUMNS4, cells,
                                          table4_row(name, paper_frames(name), 'fvcore'))]
     show("MARS, Table 4. Rule: fvcore. A multiply-add is 1, LayerNorm 5 per element, attention in "
-         "a fused\nkernel is not seen (GF are 10^9 multiply-adds)", rows)
+         "a fused\nkernel is not seen. GF are 10^9 multiply-adds; total: all 7,920 videos and queries",
+         rows)
 
     lines = []
     for name, T in (('UMT', 12), ('UMT', 4), ('InternVideo2-1B', 8), ('InternVideo2-6B', 4),
@@ -278,7 +278,8 @@ def slq_steps():
 
 PLAN_KEYS = {'mars': ('videos', 'frames', 'resolution', 'slots', 'video_tokens', 'query_tokens'),
              'pha': ('videos', 'frames', 'resolution', 'query_tokens'),
-             'slq': ('videos', 'resolution', 'slots', 'video_tokens', 'query_tokens')}
+             'slq': ('videos', 'resolution', 'slots', 'video_tokens', 'query_tokens'),
+             'time': ('videos', 'frames', 'slots', 'query_tokens')}
 LEAST = dict(videos=1, frames=1, resolution=0, slots=1, video_tokens=1, query_tokens=1)
 
 
@@ -297,7 +298,7 @@ def plan_mars(cfg):
     if tokens > flops.vision_tokens(tower, T):
         raise ValueError(f"video_tokens is {tokens}, but 4 frames of {side} pixels have only "
                          f"{flops.vision_tokens(tower, T)} patches to merge")
-    L = (cfg.query_tokens or MARS_TOKENS['DiDeMo'] - 4) + M
+    L = (cfg.query_tokens or flops.QUERY_TOKENS) + M
     video = flops.mars_video(T, side, M, tokens)
     see = flops.vision(tower, T)
     N = cfg.videos or 1000
@@ -375,14 +376,14 @@ def check(cfg):
     if cfg.table not in TABLES:
         raise ValueError((f"there is no table '{cfg.table}'" if cfg.table else "which table?")
                          + f" There are {', '.join(TABLES)}, as in `python bench_flops.py mars`")
-    for key, low in {**LEAST, 'caption_tokens': 1}.items():
+    for key, low in LEAST.items():
         if getattr(cfg, key) and getattr(cfg, key) < low or getattr(cfg, key) < 0:
             raise ValueError(f"{key} is {getattr(cfg, key)}, the least is {max(low, 1)} (0: the "
                              "paper's)")
-        if getattr(cfg, key) and cfg.table in PLAN_KEYS and key not in PLAN_KEYS[cfg.table]:
+        if getattr(cfg, key) and key not in PLAN_KEYS[cfg.table]:
             raise ValueError(f"{key} is no setting of {cfg.table}'s plan; it has "
                              f"{', '.join(PLAN_KEYS[cfg.table])}")
-    for key in ('number_bytes', 'machine_gb', 'tflops', 'clips', 'batch', 'gallery', 'runs'):
+    for key in ('number_bytes', 'machine_gb', 'tflops', 'clips', 'batch', 'runs'):
         if not 0 < getattr(cfg, key) < math.inf:
             raise ValueError(f"{key} is {getattr(cfg, key)} and must be above 0")
     for key, allowed in (('model', MODELS), ('size', ('auto', 'demo', 'paper'))):

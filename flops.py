@@ -206,6 +206,7 @@ MARS = dict(llm='Qwen2-7B', frames=16, slots=4, r=128, tokens=64)  # tokens: of 
 MARS_TOKENS = {'DiDeMo': 47, 'ActivityNet': 150, 'LSMDC': 96, 'MSR-VTT': 40}
 MARS_SLOTS = {'DiDeMo': 4, 'ActivityNet': 4, 'LSMDC': 4, 'MSR-VTT': 3}  # Table A2
 MARS_TEMPLATE = 31
+QUERY_TOKENS = 43  # a plan's: DiDeMo's 47 without its 4 slots
 
 
 def tome(n, target, d=64):

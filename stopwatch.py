@@ -22,7 +22,7 @@ import data as datalib
 import flops
 import train
 from checkpoint import describe
-from flops import GIGA, LLMS, MARS_TOKENS, WHOLE, row
+from flops import GIGA, LLMS, WHOLE, row
 from model_mars import MARS, MARSConfig
 from model_pha import PHAConfig, PHANet
 from model_slq import SLQ, SLQConfig
@@ -106,8 +106,9 @@ def make_model(cfg, device, dtype):
         how = dict(block_layers=min(4, layers)) if layers else {}
     config, cls = {'mars': (MARSConfig, MARS), 'pha': (PHAConfig, PHANet),
                    'slq': (SLQConfig, SLQ)}[cfg.model]
-    if cfg.model != 'pha':
-        how = how | dict(gradient_checkpointing=False)
+    given = dict(num_frames=cfg.frames, num_slots=cfg.model == 'mars' and cfg.slots,
+                 num_queries=cfg.model == 'slq' and cfg.slots)
+    how = how | {key: n for key, n in given.items() if n} | dict(gradient_checkpointing=False)
     with torch.device(device if paper else 'cpu'):  # LoRA too is made where it will be
         model = cls(config(**how), backbone)
     return model.to(device).eval().requires_grad_(False), what, paper
@@ -186,12 +187,13 @@ def stages(clock, call, runs, items, head):
 
 def query_inputs(cfg, model):
     """One caption that, with its template and slots, has the wanted number of tokens."""
-    wanted = cfg.caption_tokens or MARS_TOKENS['DiDeMo']
+    appended = {'mars': 'num_slots', 'slq': 'num_queries'}.get(cfg.model)
+    wanted = (cfg.query_tokens or flops.QUERY_TOKENS) + getattr(model.config, appended or '', 0)
     for words in range(1, 2 * wanted + 2):
         sample = datalib.Sample('query', ' '.join(['a'] * words), None, 0)
         inputs = model.collate([sample])['text']
         if cfg.model == 'pha' or inputs['input_ids'].shape[1] >= wanted:
-            break
+            break  # PHA-Net pads all texts to max_words
     return inputs
 
 
@@ -208,7 +210,7 @@ def measure(cfg, device, model, samples, decoding):
     offline['resizing, prompt'] = (resizing, 0)
     with torch.no_grad(), train.autocast_of(cfg, device)():
         features, text = model.encode_video(videos), model.encode_text(query)
-        rows = torch.arange(cfg.gallery, device=device) % len(batch)
+        rows = torch.arange(cfg.videos or 1000, device=device) % len(batch)
         gallery = {k: x[rows] for k, x in features.items()}
         offline |= stages(clock, lambda: model.encode_video(videos), cfg.runs, len(batch), head)
         online = stages(clock, lambda: model.encode_text(query), cfg.runs, 1, 'text, ' + head)
@@ -237,8 +239,8 @@ def time_table(cfg):
                                    0 if paper or cfg.backbone else DEMO_SIDE)
     parts, peaks, tokens = measure(cfg, device, model, samples, decoding)
     print(f"\n{cfg.model} on {what}: {min(cfg.batch, len(samples))} videos per forward, "
-          f"{model.config.num_frames} frames, {cfg.gallery:,} in the gallery,\nper item; tokens of "
-          + ', '.join(f"a {k} {n}" for k, n in tokens.items()))
+          f"{model.config.num_frames} frames, {cfg.videos or 1000:,} in the gallery,\nper item; "
+          "tokens of " + ', '.join(f"a {k} {n}" for k, n in tokens.items()))
     rows = timing_rows(cfg, model, parts, peaks) + paper_columns(cfg, model, parts, peaks, paper)
     return rows, {'backbone': what, 'settings': vars(cfg), 'machine': where, 'versions': versions}
 
@@ -283,9 +285,9 @@ def paper_columns(cfg, model, parts, peaks, paper):
 
     if cfg.model == 'pha':
         memory = (weight_bytes(model) + max(peaks.values())) / 1e6
-        cells = [(f'Table 12, inference time, ms: 64 texts x {cfg.gallery:,} videos',
+        cells = [(f'Table 12, inference time, ms: 64 texts x {cfg.videos or 1000:,} videos',
                   1e3 * median(parts['online'][ROW][0]), '407.0', 'RTX 3090, 1,000 videos',
-                  cfg.gallery == 1000),
+                  cfg.videos in (0, 1000)),
                  (f'Table 12, inference memory, MB: batch {cfg.batch}', memory, '3044.35',
                   'batch 64', cfg.batch == flops.BATCH)]
     else:

@@ -525,6 +525,17 @@ def test_the_papers_plan_is_the_papers_cost(capsys):
         count(flops.mars_query(47, 1003, MARS_SLOTS['DiDeMo']), 'flops') / 1e9)
 
 
+def test_the_readme_shows_what_the_commands_print(capsys):
+    readme = (ROOT / 'README.md').read_text()
+    section = readme.split('## What the papers count')[1].split('\n## ')[0]
+    plan = ('--videos=1000000', '--slots=8', '--frames=32')
+    printed = ''.join(run(capsys, *args)[1].split('\n{')[0]
+                      for args in (('mars',), ('pha',), ('slq',), ('mars', *plan)))
+    assert ' '.join(('bench_flops.py mars', *plan)) in section
+    numbers = re.findall(r'\d[\d,]*\.\d+|\d{1,3}(?:,\d{3})+', section)
+    assert len(numbers) > 80 and [x for x in numbers if x not in printed] == []
+
+
 # ---------------------------------------------------------------- JSON, help, errors
 
 KEYS = {'model', 'cell', 'paper', 'ours', 'diff', 'rule'}
@@ -569,7 +580,7 @@ def test_the_first_word_is_the_table_and_no_torch_is_needed(tmp_path):
 def test_help_lists_the_settings():
     done = script('mars', '--help')
     assert done.returncode == 0
-    for key in ('table', 'json', 'videos', 'slots', 'frames', 'resolution', 'gallery', 'runs'):
+    for key in ('table', 'json', 'videos', 'slots', 'frames', 'resolution', 'machine_gb', 'runs'):
         assert f'--{key} = ' in done.stdout
 
 
@@ -585,6 +596,7 @@ def test_help_lists_the_settings():
     (('slq', '--videos=9', '--mllm=GPT'), "mllm is 'GPT', there are InternVL3-1B"),
     (('mars', '--videos=9', '--tflops=0'), 'tflops is 0.0 and must be above 0'),
     (('mars', '--json=README.md/x.json'), "can't be written"),
+    (('time', '--resolution=64'), "resolution is no setting of time's plan"),
     (('time', '--model=clip'), "model is 'clip' and must be one of mars, pha, slq")])
 def test_a_wrong_setting_is_one_line(capsys, args, message):
     done = script(*args)
@@ -594,7 +606,7 @@ def test_a_wrong_setting_is_one_line(capsys, args, message):
 
 # ---------------------------------------------------------------- the stopwatch
 
-TIME = ('--device=cpu', '--runs=2', '--clips=2', '--batch=2', '--gallery=5')
+TIME = ('--device=cpu', '--runs=2', '--clips=2', '--batch=2', '--videos=5')
 
 
 @pytest.mark.parametrize('model', ['mars', 'slq', 'pha'])
@@ -612,6 +624,7 @@ def test_time_splits_what_it_measures(capsys, tiny_data, tiny_qwen2vl, tiny_clip
     assert at['offline, vision tower, GFLOPs/video'] > 0
     assert all(r['paper'] is None for r in line['rows']), "a tiny backbone is not the paper's"
     assert ('3,626.1' in printed) == (model == 'mars') and ('407.0' in printed) == (model == 'pha')
+    assert '5 in the gallery' in printed
     if model != 'pha':
         whole = [r['ours'] for r in line['rows'] if '7,920 queries' in r['cell']
                  or '7,920 videos' in r['cell']]
@@ -622,7 +635,7 @@ def test_time_splits_what_it_measures(capsys, tiny_data, tiny_qwen2vl, tiny_clip
 
 def test_time_counts_the_flops_that_the_formula_gives(capsys, tiny_data, tiny_qwen2vl):
     line, _ = run(capsys, 'time', f'--backbone={tiny_qwen2vl}', f'--data={tiny_data}', *TIME,
-                  '--caption_tokens=60')
+                  '--query_tokens=56')
     at = {r['cell']: r['ours'] for r in line['rows']}
     llm = dict(layers=3, d=32, heads=4, kv=2, head=8, mlp=64)  # conftest's, LoRA r=128
     work = flops.llm_pass(llm, 60, r=128) + flops.fuse(llm, 4)

@@ -125,7 +125,7 @@ def mars_table():
             for cell, paper, ours in zip(COLUMNS4, cells,
                                          table4_row(name, paper_frames(name), 'fvcore'))]
     show("MARS, Table 4. Rule: fvcore. A multiply-add is 1, LayerNorm 5 per element, attention in "
-         "a fused\nkernel is not seen. GF are 10^9 multiply-adds; total: all 7,920 videos and queries",
+         "a fused\nkernel is not seen. GF are 10^9 multiply-adds; total: 7,920 videos and queries",
          rows)
 
     lines = []

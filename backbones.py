@@ -250,8 +250,10 @@ def read_parts(path, model_class, preprocessor_keys, **kw):
             raise ValueError(f"backbone {path!r}: can't read its {what} ({type(e).__name__}: "
                              f"{reason}); save or download it again") from e
 
-    pre, _ = part('preprocessor_config.json',
-                  lambda: ImageProcessingMixin.get_image_processor_dict(path))
+    pre = {}
+    if preprocessor_keys:  # a family that wants none of it may not have the file
+        pre, _ = part('preprocessor_config.json',
+                      lambda: ImageProcessingMixin.get_image_processor_dict(path))
     lacks = [key for key in preprocessor_keys if key not in pre]
     if lacks:
         raise ValueError(f"backbone {path!r}: its preprocessor_config.json has no {lacks[0]!r}; "
@@ -260,7 +262,8 @@ def read_parts(path, model_class, preprocessor_keys, **kw):
     model, info = part('weights', lambda: model_class.from_pretrained(
         path, output_loading_info=True, ignore_mismatched_sizes=True, **kw))
     reshaped = [name for name, *_ in info['mismatched_keys']]
-    wrong = [f"{len(names)} tensors are {what}, first {min(names)}" for what, names in
+    wrong = [f"{len(names)} tensors are {what}, first {', '.join(sorted(names)[:6])}"
+             for what, names in
              (('missing', info['missing_keys']),
               ('of another shape than config.json says', reshaped)) if names]
     if wrong:
@@ -360,6 +363,38 @@ def qwen2_vl(path, max_pixels, **kw):
         pixel_rows=lambda inputs: inputs['video_grid_thw'].prod(1))
 
 
+def videochat_flash(path, max_pixels, **kw):
+    """VideoChat-Flash-Qwen2-7B, res448, res224: clips of 4 frames, 64 tokens each; an image too."""
+    from videochat_flash import CLIP, TOKENS, VideoChatFlash, clip_lengths, square_frames
+    model, tokenizer, _ = read_parts(path, VideoChatFlash, (), **kw)
+    size = model.config.vision_sizes()['image_size']
+    if 0 < max_pixels < size * size:
+        raise ValueError(f"backbone {path!r}: its frames are always {size} x {size} pixels; "
+                         f"set max_pixels=0, got {max_pixels}")
+    # the checkpoint's own placeholder is no token; any id will do, its embedding is never seen
+    tokenizer.add_tokens(['<|video_pad|>'], special_tokens=True)
+
+    def pixels(frames):
+        clips = [square_frames(f, size) for f in frames]                       # [T, 3, S, S] each
+        num_frames = [len(c) for c in clips]
+        n_tokens = [TOKENS * len(clip_lengths([n])) for n in num_frames]
+        return {'pixel_values': torch.cat(clips), 'num_frames': torch.tensor(num_frames)}, n_tokens
+
+    def pixel_rows(inputs):  # frames; clips where vision features [K, 64, C] stand in for them
+        n = inputs['num_frames']
+        return n if inputs['pixel_values'].dim() == 4 else (n / CLIP).ceil().long()
+
+    return Backbone(
+        family='videochat_flash', path=path, model=model, decoder=model.model, tokenizer=tokenizer,
+        layers=model.model.layers, norm=model.model.norm, embed=model.model.embed_tokens,
+        lora_regex=(rf'model\.layers\.\d+\.({LLM_LINEARS})|model\.mm_projector\.mlp\.(0|2)'),
+        chat=('<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n'
+              '<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n'),
+        vision=lambda n: '<|video_pad|>' * n, vision_token='<|video_pad|>', pixels=pixels,
+        positions=lambda inputs: (inputs['attention_mask'].cumsum(1) - 1).clamp(min=0),  # [B, L]
+        pixel_rows=pixel_rows)
+
+
 def clip(path, max_pixels, **kw):
     """CLIP ViT-B/32, B/16, ...: square frames, at most 77 text tokens."""
     model, tokenizer, pre = read_parts(path, transformers.CLIPModel, ('image_mean', 'image_std'),
@@ -386,4 +421,4 @@ def clip(path, max_pixels, **kw):
                        mean=tuple(pre['image_mean']), std=tuple(pre['image_std']))
 
 
-FAMILIES = {'qwen2_vl': qwen2_vl, 'clip': clip}
+FAMILIES = {'qwen2_vl': qwen2_vl, 'videochat_flash_qwen': videochat_flash, 'clip': clip}

@@ -233,7 +233,8 @@ def ask_hub(path):
             f"it can't be fetched from the hub ({reason})"
         raise FileNotFoundError(
             f"backbone {path!r}: no such folder, and {why}; give a folder as save_pretrained "
-            "writes it, or a hub id while online") from None
+            f"writes it, or a hub id while online. To fetch one: hf download {path} --local-dir "
+            "FOLDER (*.json, *.safetensors, merges.txt), then backbone=FOLDER") from None
 
 
 def read_parts(path, model_class, preprocessor_keys, **kw):

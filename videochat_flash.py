@@ -1,24 +1,24 @@
 """
-VideoChat-Flash-Qwen2-7B, res448 and res224: the MLLM of MARS's main results, all of it in this file.
+VideoChat-Flash-Qwen2-7B, res448 and res224: the MLLM of MARS's main results, all of it in here.
 
 Four frames at a time go through a video ViT (UMT-L) as one sequence, ToMe merges what comes out to
 64 tokens, an MLP takes those to the width of a plain Qwen2. An image is a clip of one frame.
 
-    frames uint8 [F, 3, S, S]    --tower, clip by clip--> [T * L, C]  L = 784 patches (res224: 196)
-    a clip's tokens [T * L, C]   --merge_tokens---------> [64, C]     of all clips: vision_features
-    vision_features [K, 64, C]   --mm_projector---------> [64 * K, D] in the prompt's vision tokens
+    frames uint8 [F, 3, S, S]   --tower, clip by clip--> [T * L, C]  L = 784 patches (res224: 196)
+    a clip's tokens [T * L, C]  --merge_tokens---------> [64, C]     of all clips: vision_features
+    vision_features [K, 64, C]  --mm_projector---------> [64 * K, D] where the vision tokens stand
 
-Papers: VideoChat-Flash (arXiv 2501.00574), UMT (2303.16058), ToMe (2210.09461). Modules are named as
-in the public checkpoint, which loads by from_pretrained; the code that lies beside it never runs.
+Papers: VideoChat-Flash (arXiv 2501.00574), UMT (2303.16058), ToMe (2210.09461). Modules have the
+public checkpoint's names, so from_pretrained loads it; the code that lies beside it never runs.
 Not here on purpose: tiles for large images, dropping tokens inside the LLM.
-Shapes: F frames of all videos, T of a clip, K clips, S x S pixels, C and D widths, n tokens.
+Shapes: B items, F frames of all, T of a clip, K clips of all, S x S pixels, C and D widths.
 """
 from functools import lru_cache
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from transformers import Qwen2Config, Qwen2Model
+from transformers import AutoConfig, Qwen2Config, Qwen2Model
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen2.modeling_qwen2 import Qwen2PreTrainedModel
 
@@ -34,6 +34,7 @@ class VideoChatFlashConfig(Qwen2Config):
     The tower's own sizes are not in it, they follow from its name; vision_config may give others.
     """
     model_type = 'videochat_flash_qwen'
+    default_theta = 1e6
 
     vocab_size: int = 152064
     hidden_size: int = 3584
@@ -66,6 +67,11 @@ class VideoChatFlashConfig(Qwen2Config):
             raise ValueError(f"an image of {sizes['side']} x {sizes['side']} patches is less than "
                              f"the {TOKENS} tokens that it is merged to")
         return sizes
+
+
+# transformers' tokenizers read config.json too; by a name they don't know they'd ask to run the
+# code that lies beside it
+AutoConfig.register(VideoChatFlashConfig.model_type, VideoChatFlashConfig)
 
 
 # -----------------------------------------------------------------------------

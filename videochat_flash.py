@@ -15,6 +15,7 @@ Shapes: B items, F frames of all, T of a clip, K clips of all, S x S pixels, C a
 """
 from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -79,11 +80,13 @@ AutoConfig.register(VideoChatFlashConfig.model_type, VideoChatFlashConfig)
 
 def square_frames(frames, size):
     """uint8 [T, H, W, 3] -> uint8 [T', 3, S, S] of whole clips: T' is 1 or a multiple of 4."""
-    x = torch.from_numpy(frames).permute(0, 3, 1, 2)                            # [T, 3, H, W]
-    if tuple(x.shape[-2:]) != (size, size):
-        # both sides to S whatever the aspect. The official processor has Pillow do it; this is the
-        # same filter, its values are at most 1 of 255 away
-        x = F.interpolate(x, (size, size), mode='bicubic', antialias=True)
+    if frames.shape[1:3] != (size, size):
+        # both sides to S whatever the aspect. By Pillow, as the official processor: torch's bicubic
+        # is 5 times faster, but up to 19 of 255 away where one side grows and the other shrinks
+        from PIL import Image
+        frames = np.stack([np.asarray(Image.fromarray(frame).resize((size, size), Image.BICUBIC))
+                           for frame in frames])
+    x = torch.from_numpy(frames).permute(0, 3, 1, 2)                            # [T, 3, S, S]
     # the official model has no place for a clip that is not full, and its reader repeats the last
     # frame where a video has too few; one frame alone takes the path of an image
     if len(x) > 1 and len(x) % CLIP:

@@ -135,9 +135,9 @@ class Attention(nn.Module):
         self.proj = nn.Linear(C, C)
 
     def forward(self, x):  # [B, n, C], every token sees every token of its clip
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)        # [B, heads, n, d]
-                   for y in (q + self.q_bias, k, v + self.v_bias))
+        bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
+        qkv = F.linear(x, self.qkv.weight, bias).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                    # [B, heads, n, d]
         y = F.scaled_dot_product_attention(q, k, v)
         return self.proj(y.transpose(1, 2).flatten(2))
 
@@ -166,12 +166,9 @@ class Tower(nn.Module):
 
     def forward(self, x):
         """Normalised frames [B, T, 3, S, S] of B clips -> tokens [B, T * L, C], by (t, y, x)."""
-        w, b = self.patch_embed['proj'].weight, self.patch_embed['proj'].bias
-        p, (B, T) = w.shape[-1], x.shape[:2]
-        # a convolution whose stride is its kernel is a linear map of patches, and faster as one
-        x = x.unflatten(-2, (-1, p)).unflatten(-1, (-1, p))                  # [B, T, 3, s, p, s, p]
-        x = x.permute(0, 1, 3, 5, 2, 4, 6).reshape(B, T * self.side ** 2, 3 * p * p)
-        x = F.linear(x.to(w.dtype), w.flatten(1), b)                         # [B, T * L, C]
+        proj, T = self.patch_embed['proj'], x.shape[1]
+        x = proj(x.transpose(1, 2).to(proj.weight.dtype))                       # [B, C, T, s, s]
+        x = x.flatten(2).transpose(1, 2)                                        # [B, T * L, C]
         x = x + position_table(T, self.side, x.shape[-1], x.device, x.dtype)
         for block in self.blocks:
             x = block(x)

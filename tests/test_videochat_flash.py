@@ -255,6 +255,9 @@ def test_a_prompt_holds_64_tokens_per_clip_and_chunks_apart(backbone):
     eos = backbone.tokenizer.eos_token_id
     assert ids[0].tolist() == head + 128 * [pad] + tail + 2 * [eos]
     close(x['position_ids'][0], torch.arange(len(ids[0])))
+    for row, mask in zip(*(backbone.collate(VIDEO, frames=clips(8, 1), padding_side='left')[key]
+                           for key in ('position_ids', 'attention_mask'))):
+        close(row[mask.bool()], torch.arange(mask.sum()))
 
 
 def test_a_caption_that_spells_the_vision_token_is_plain_text(backbone):

@@ -1073,12 +1073,12 @@ def test_the_global_batch_must_be_shared_evenly(tiny_data, tiny_qwen2vl, tmp_pat
 
 def test_the_script_itself_ends_in_one_line_and_exit_code_1(tiny_data, tmp_path):
     (tmp_path / 'mllm').mkdir()
-    (tmp_path / 'mllm' / 'config.json').write_text('{"model_type": "videochat_flash_qwen"}')
+    (tmp_path / 'mllm' / 'config.json').write_text('{"model_type": "idefics2"}')
     args = argv(tmp_path / 'run', tiny_data, tmp_path / 'mllm')
     assert launch(run_script, args, output=tmp_path / 'output') == [1]
     text = (tmp_path / 'output.0').read_text()
     assert text.startswith('train.py: backbone') and text.count('\n') == 1, text
-    assert "of family 'videochat_flash_qwen', which is not supported yet" in text
+    assert "of family 'idefics2', which is not supported yet" in text
 
 
 @pytest.mark.parametrize('script', ['train.py', 'eval.py'])

@@ -267,7 +267,7 @@ class VideoChatFlashModel(Qwen2Model):
                 mm_encoder_outputs=None, mm_token_type_ids=None, **kw):
         """
         Qwen2Model's, and vision: pixel_values and num_frames as vision_features wants them, or its
-        result, projected, as mm_encoder_outputs [n, D]; mm_token_type_ids [B, L] is 2 where it goes.
+        result, projected, as mm_encoder_outputs [n, D]; mm_token_type_ids [B, L]: 2 where it goes.
         """
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # [B, L, D]
         if pixel_values is not None:

@@ -11,6 +11,7 @@ backbone = 'OpenGVLab/VideoChat-Flash-Qwen2-7B_res448'
 data = 'data/didemo'
 paragraph = True  # 3.9 captions per video, joined by blanks (App. A.1)
 num_frames = 16
+sampler = 'first30'  # the captions are of the first 30 seconds; BLiM's code stops there, too
 
 # "effective batch size 320" on 2 GPUs is 160 pairs per GPU, and every loss sees all 320. Gradient
 # accumulation would leave fewer negatives; the gradient cache does not: 160 / 8 = 20 chunks each

@@ -281,3 +281,9 @@ def make_clips(folder, seed=0, **counts):
 @pytest.fixture(scope='session')
 def tiny_data(tmp_path_factory):
     return make_clips(tmp_path_factory.mktemp('tiny-data'), train=24, val=8, test=10)
+
+
+@pytest.fixture(scope='session')
+def files(tmp_path_factory):
+    from clips import make_files
+    return make_files(tmp_path_factory.mktemp('videos'))

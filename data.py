@@ -345,8 +345,9 @@ def check(data, video_root="", out="", workers=0, video_timeout=60.0, min_decode
     children = [video.Process(video_timeout) for _ in range(min(workers or cores(), len(todo)))]
     with open(f"{out}.jsonl", "a+b") as f, tqdm(
             total=len(paths), initial=len(rows), desc="check", unit="video") as bar:
-        if f.tell() and os.pread(f.fileno(), 1, f.tell() - 1) != b"\n":
-            f.write(b"\n")  # a killed check's last line
+        if f.tell():
+            f.seek(-1, os.SEEK_END)
+            f.write(b"\n" * (f.read(1) != b"\n"))  # a killed check's last line
         for row in all_answers(children, todo):
             f.write(as_line(row).encode())
             f.flush()

@@ -34,7 +34,8 @@ video_root: str | None = None      # folder of the videos; "": <data>/videos
 eval_batch_size: int | None = None # items per forward pass of a process
 num_workers: int | None = None     # loader processes
 frame_cache: str | None = None     # folder for decoded frames
-on_bad_video: str | None = None    # an unreadable video: raise, or skip it and its captions
+on_bad_video: str | None = None    # raise, whatever training did; or skip a video that can't be
+                                   # read and its captions: the gallery is smaller then
 min_decoded: float | None = None   # share of its frames that has to decode
 video_timeout: float | None = None # seconds one video may take
 reader: str | None = None          # pyav or decord
@@ -597,6 +598,7 @@ def load_settings(args, say=print):
     settings = with_defaults(run_settings(step / "config.json"), step / "config.json")
     if args.data is not None and args.video_root is None:
         settings["video_root"] = ""
+    settings["on_bad_video"] = "raise"           # a smaller gallery has to be asked for
     other = {}                                   # what makes it another result than the run's own
     for key in ("data", "video_root", "eval_batch_size", "num_workers", "frame_cache",
                 "on_bad_video", "min_decoded", "video_timeout", "reader", "num_frames",
@@ -672,6 +674,7 @@ def main(args):
     model = train.build_model(cfg, device)
     load_weights(model, step)
     say(f"{step.resolve().name} of {args.ckpt}, {cfg.model}, on {device}")
+    train.tell_cost(model, cfg, say)
     found = {}
     result = evaluate(model, items, cfg, args.split, device, train.autocast_of(cfg, device),
                       args.v2t, args.dsl_temperature if args.dsl else None, args.per_slot,

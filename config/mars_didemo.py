@@ -1,6 +1,6 @@
 # MARS on DiDeMo with VideoChat-Flash-Qwen2-7B: the settings of the paper's Table A2
 # paper: T2V R@1 79.7, V2T R@1 75.7 (Table 1, no DSL).
-# ours: not run, nor runnable yet: backbones.py lacks VideoChat-Flash
+# ours: not run yet; fetches 16 GB from the hub, or set backbone to a folder that has them
 # the paper used 2x A100 40GB:
 # $ torchrun --standalone --nproc_per_node=2 train.py config/mars_didemo.py
 

@@ -321,7 +321,7 @@ def test_check_tells_readable_partial_and_broken_apart(folder, capsys):
     text = (folder / "check.txt").read_text()
     assert text in capsys.readouterr().out
     # of damaged.mkv one frame in a hundred is lost: it is used
-    assert "15 videos, 5 readable, 5 partial, 5 broken; 9 are refused (min_decoded=0.9)" in text, text
+    assert "15 videos, 5 readable, 5 partial, 5 broken; 9 are refused (min_decoded=0.9)" in text
     assert "codec: h264 8, libdav1d 1, mjpeg 1" in text and "seconds" in text and "####" in text
 
 

@@ -6,7 +6,7 @@ Ablation tables: train every row over some seeds, print the tables in the papers
     $ python ablate.py --tables=slq          # SLQ's Table 5, Fig. 7 and Fig. 2 on the demo
 
 a row of TABLES -> settings -> train.py, then eval.py, as one would type them
--> out/ablate/<row>_s<seed>/metrics.json -> mean and spread over seeds -> tables, pha.json
+-> out/ablate/pha/<row>_s<seed>/metrics.json -> mean and spread over seeds -> tables, pha.json
 
 To add a row, write one line in TABLES. Rows that come to the same settings are one run. What is
 finished isn't run again; Ctrl-C stops the runs with a checkpoint and the same command goes on.
@@ -14,7 +14,7 @@ finished isn't run again; Ctrl-C stops the runs with a checkpoint and the same c
 tables = 'pha'           # which of TABLES
 seeds = 2                # each row is run with the seeds 0 .. seeds - 1
 jobs = 2                 # runs at a time; they share out the processor's cores (one GPU: 1)
-out_dir = 'out/ablate'   # the runs' folders, their logs, and <tables>.json with all results
+out_dir = 'out/ablate'   # in <out_dir>/<tables>: the runs' folders, logs, <tables>.json
 split = 'test'           # the split of the tables; `best` is picked on the val split, as ever
 only = ''                # run only the settings with this text in their name: cluster, default
 show = False             # run and write nothing, print what is finished
@@ -384,7 +384,7 @@ def main(args):
     if not named:
         raise ValueError(f"no row's settings have {args.only!r} in their name; there are: "
                          f"{', '.join(runs)}")
-    out, by = Path(args.out_dir), {k: spec[k] for k in ('by', 'within')}
+    out, by = Path(args.out_dir, args.tables), {k: spec[k] for k in ('by', 'within')}
     # seed after seed, so that what is there after a while is whole tables
     places = {(name, seed): out / f'{name}_s{seed}' for seed in range(args.seeds) for name in runs}
     wanted = {key: {**runs[key[0]][1], 'seed': key[1]} for key in places}

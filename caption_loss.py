@@ -42,7 +42,6 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import eval as evaluation
-from checkpoint import load_trainable
 from data import Item, Videos, load_annotations, make_loader
 
 
@@ -110,24 +109,35 @@ def annotated(cfg, args):
     return [Item(item.id, item.video, [plain(item.fields["events"], 2)]) for item in items]
 
 
-def rows_of(args, say=print):
-    """A row (name, result) per run, before them one for each backbone as it was."""
-    import train
-    from safetensors.torch import load_file
-    _, _, device = train.init_distributed(args.device)
-    untouched, rows = {}, []
+def runs_of(args, say):
+    """(folder, settings, checkpoint's folder, items) of each run; whatever is wrong with one of
+    them is told before any is measured."""
     training = dict.fromkeys(("text_prompt", "video_prompt", "paragraph"))
+    runs = []
     for folder in [f.strip() for f in args.ckpt.split(",")]:
         cfg, step, _ = evaluation.load_settings(
             SimpleNamespace(**{**vars(args), **training, "ckpt": folder}), say)
         if cfg.eval_batch_size < 1 or cfg.num_workers < 0:
             raise ValueError(f"eval_batch_size {cfg.eval_batch_size} must be at least 1, "
                              f"num_workers {cfg.num_workers} at least 0")
-        items = annotated(cfg, args)
+        if Path(folder, "caption_loss.json").is_file():
+            evaluation.read_json(Path(folder, "caption_loss.json"))
+        evaluation.read_weights(step)
+        runs.append((folder, cfg, step, annotated(cfg, args)))
+    return runs
+
+
+def rows_of(args, say=print):
+    """A row (name, result) per run, before them one for each backbone as it was."""
+    import train
+    _, _, device = train.init_distributed(args.device)
+    untouched, rows = {}, []
+    for folder, cfg, step, items in runs_of(args, say):
         model = train.build_model(cfg, device).eval()
         if not hasattr(model.backbone, "chat"):
             raise ValueError(f"{folder}: the backbone {cfg.backbone} is no language model, it "
                              "has no captions to lose")
+        evaluation.load_weights(model, step)
         how = (items, cfg, args.prompt, device, train.autocast_of(cfg, device))
         key = (cfg.backbone, cfg.data, cfg.num_frames, cfg.frame_size)
         if key not in untouched:       # loaded anew: nothing of the run in it, nor its precision
@@ -136,7 +146,6 @@ def rows_of(args, say=print):
             bare.model.to(device)
             untouched[key] = measure(bare, *how)
             rows.append((f"untouched {os.path.basename(cfg.backbone)}", untouched[key]))
-        load_trainable(model, load_file(str(step / "model.safetensors")))
         result = measure(model.backbone, *how)
         result["against untouched"] = result["nats per token"] - \
             untouched[key]["nats per token"]

@@ -14,6 +14,7 @@ A run's directory, written by train.py and read by eval.py.
 Everything is written under a temporary name and renamed, and a link is replaced in one system call:
 a kill at any moment leaves the old or the new, never half of one.
 """
+import hashlib
 import json
 import os
 import platform
@@ -200,23 +201,54 @@ def check_finite(path, tensors):
                              "point latest to another step_* folder, or use another --out_dir")
 
 
+def fingerprint(model):
+    """
+    16 digits that tell one set of frozen weights from another, by 64 values of each tensor. Rounded
+    to bf16, as they may be loaded, and without names, which change with the library's version.
+    """
+    tensors = []
+    for p in model.parameters():
+        if not p.requires_grad and p.numel():
+            some = p.detach().flatten()[::max(1, p.numel() // 64)][:64].bfloat16().float().cpu()
+            tensors.append(hashlib.sha256(some.numpy().tobytes()).digest())
+    return hashlib.sha256(b''.join(sorted(tensors))).hexdigest()[:16]
+
+
+def check_backbone(model, config, file):
+    """ValueError unless the frozen weights are those that config.json says the run had."""
+    old, new = config.get('frozen'), fingerprint(model)
+    if old not in (None, new):  # None: a run older than this check
+        raise ValueError(f"{file}: the run was trained on another backbone than lies in "
+                         f"{config['settings'].get('backbone')!r} or where --backbone says (frozen "
+                         f"weights {old}, these are {new}); give it the one it had")
+
+
 def load_checkpoint(cfg, model, optimizer, config_json, name='latest'):
     """
     out_dir/<name> into model and optimizer -> (step, best). No code in the files is executed.
-    ValueError when the run was started with settings that compute something else.
+    ValueError when the run was started with settings, annotations or a backbone that compute
+    something else.
     """
     folder = os.path.join(cfg.out_dir, name)
+    file = os.path.join(folder, 'config.json')
     def with_precision(run):
         return {**run['settings'], 'precision': run.get('precision')}, run.get('world')
 
-    old, old_world = read(os.path.join(folder, 'config.json'),
-                          lambda path: with_precision(read_json(path)))
-    new, new_world = with_precision(json.loads(config_json))
+    old_run, new_run = read(file, read_json), json.loads(config_json)
+    (old, old_world), (new, new_world) = read(file, lambda _: with_precision(old_run)), \
+        with_precision(new_run)
     differ = [f"{k} = {old.get(k)!r}, now {new.get(k)!r}" for k in sorted(old.keys() | new.keys())
               if k not in MAY_CHANGE and old.get(k) != new.get(k)]
     if differ:
         raise ValueError(f"{cfg.out_dir} was started with other settings ({'; '.join(differ)}): "
                          "set them back to resume, or use another --out_dir")
+    for split, had in old_run.get('data', {}).items():
+        has = new_run.get('data', {}).get(split)
+        if has not in (None, had):
+            raise ValueError(f"{cfg.data}/{split}.jsonl has changed since {cfg.out_dir} was "
+                             f"started: {had}, now {has}; restore it to resume, or use another "
+                             "--out_dir")
+    check_backbone(model, old_run, file)
     if old_world != new_world:
         print(f"note: begun by {old_world} process(es), resumed by {new_world}: "
               "the same batches and losses, other dropout masks", file=sys.stderr)
@@ -236,8 +268,11 @@ def load_checkpoint(cfg, model, optimizer, config_json, name='latest'):
     return step, best
 
 
-def describe(cfg, world=1, dtype=torch.float32):
-    """What config.json holds: {"settings", "versions", "world": processes, "precision"}."""
+def describe(cfg, world=1, dtype=torch.float32, **identity):
+    """
+    What config.json holds: {"settings", "versions", "world": processes, "precision"}, and of a real
+    run "frozen", the fingerprint of its backbone, and "data", {split: what was in it}.
+    """
     import peft
     import transformers
     here = os.path.dirname(os.path.abspath(__file__))
@@ -250,7 +285,7 @@ def describe(cfg, world=1, dtype=torch.float32):
                 'transformers': transformers.__version__, 'peft': peft.__version__,
                 'commit': commit}
     return {'settings': dict(sorted(vars(cfg).items())), 'versions': versions, 'world': world,
-            'precision': str(dtype).removeprefix('torch.')}
+            'precision': str(dtype).removeprefix('torch.'), **identity}
 
 
 class Log:

@@ -113,7 +113,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from checkpoint import load_trainable, read, write_atomic
+from checkpoint import check_backbone, load_trainable, read, write_atomic
 from data import Texts, Videos, load_annotations, make_loader
 
 PROTOCOLS = ("best", "group")      # of V2T, see the setting v2t
@@ -598,10 +598,15 @@ def with_defaults(settings, file="config.json"):
 
 
 def load_weights(model, step):
-    """The trained tensors of a checkpoint's folder into the model."""
+    """A checkpoint's trained tensors into the model, which must have the backbone they had."""
+    check_backbone(model, read_json(step / "config.json"), step / "config.json")
+    load_trainable(model, read_weights(step))
+
+
+def read_weights(step):
     from safetensors.torch import load_file
-    load_trainable(model, read(str(step / "model.safetensors"), load_file,
-                               "or evaluate another checkpoint of the run (--which, --ckpt)"))
+    return read(str(step / "model.safetensors"), load_file,
+                "or evaluate another checkpoint of the run (--which, --ckpt)")
 
 
 def save_result(path, result, split=None):

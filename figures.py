@@ -48,13 +48,15 @@ if __name__ == "__main__":         # before torch is imported, so that --help is
     args = at_once(lambda: configure(__file__))
 
 import os
+import re
 import textwrap
+import warnings
 from difflib import get_close_matches
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
-import matplotlib
+import matplotlib.font_manager
 import numpy as np
 import torch
 from matplotlib.figure import Figure
@@ -67,6 +69,13 @@ PICTURES = ("attention", "cmc", "tsne", "examples", "geometry")
 # text as it is: a "$" in a caption starts no formula
 matplotlib.rcParams.update({"font.size": 7.5, "text.parse_math": False, "axes.linewidth": 0.6,
                             "axes.titlesize": 8, "legend.fontsize": 7, "savefig.dpi": 200})
+NO_GLYPH = r"Glyph (\d+) .*missing from"  # so matplotlib warns at each measuring of each text
+warnings.filterwarnings("ignore", NO_GLYPH)
+# fonts of scripts that matplotlib's own lacks, where this machine has them
+matplotlib.rcParams["font.family"] = ["DejaVu Sans", *(f for f in (
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans Arabic", "Noto Sans Devanagari",
+    "Noto Emoji", "PingFang SC", "Hiragino Sans", "Microsoft YaHei", "Arial Unicode MS")
+    if f in {font.name for font in matplotlib.font_manager.fontManager.ttflist})]
 # Okabe and Ito's: told apart by the colour-blind, and each comes with a line or a mark of its own
 BLUE, RED, GREEN, ORANGE, PURPLE, SKY = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7",
                                          "#56B4E9")
@@ -348,16 +357,27 @@ def strip(fig, x, y, w, h, frames, color=None):
 
 
 def save(fig, path):
-    """A PNG that is complete or absent."""
+    """A PNG that is complete or absent; signs that no font here has are told, in one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        fig.savefig(temporary, format="png", facecolor="white")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fig.savefig(temporary, format="png", facecolor="white")
         os.replace(temporary, path)
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
+    missing = [re.match(NO_GLYPH, str(w.message)) for w in caught]
+    missing = sorted({chr(int(m[1])) for m in missing if m})
+    for w in caught:
+        if not re.match(NO_GLYPH, str(w.message)):
+            warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
     print(f"wrote {path}")
+    if missing:
+        print(f"note: in it are boxes for {len(missing)} signs that no font here has ("
+              f"{''.join(missing[:8])}{'...' * (len(missing) > 8)}); install one that has them and "
+              "name it in figures.py, font.family")
 
 
 def title(run, args, rest):

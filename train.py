@@ -176,7 +176,7 @@ from tqdm import tqdm
 import backbones
 import data as datalib
 import losses
-from checkpoint import (Log, describe, load_checkpoint, lock, point, restore_best,
+from checkpoint import (Log, describe, fingerprint, load_checkpoint, lock, point, restore_best,
                         save_checkpoint, write_atomic)
 
 # -----------------------------------------------------------------------------
@@ -382,11 +382,12 @@ def catch_signals():
     """
     Ctrl-C and SIGTERM end the run after its step, with a checkpoint; two Ctrl-C kill. torchrun
     passes them on and kills what still runs after 30 seconds, which save_every insures against.
+    -> {'asked': was there one, 'code': what the process exits with then, as a shell has it}
     """
-    stop = {'asked': False}
+    stop = {'asked': False, 'code': 128 + signal.SIGTERM}
 
     def handler(number, frame):
-        stop['asked'] = True
+        stop.update(asked=True, code=128 + number)
         if number == signal.SIGINT:  # a SIGTERM may well come twice, from a scheduler and torchrun
             signal.signal(number, signal.SIG_DFL)
 
@@ -468,7 +469,10 @@ def main(cfg):
     if cfg.epochs and hasattr(model, 'check_trained'):  # epochs=0 saves the untrained model
         model.check_trained()
     optimizer = make_optimizer(model, cfg, device)
-    config_json = json.dumps(describe(cfg, world, torch_dtype(cfg, device)), indent=1)
+    config_json = json.dumps(describe(
+        cfg, world, torch_dtype(cfg, device), frozen=fingerprint(model),
+        data={cfg.train_split: datalib.content(train_items),
+              cfg.val_split: datalib.content(val_items)}), indent=1)
     if rank == 0:
         os.makedirs(cfg.out_dir, exist_ok=True)
         held = lock(cfg.out_dir)  # noqa: F841  until this function ends
@@ -582,7 +586,7 @@ def main(cfg):
             if stopped:
                 bar.close()
                 say(f"stopped by a signal; step {step} is saved, --resume goes on from there")
-                return
+                return stop['code'] if step < last else 0  # `train && eval` must not go on
             if step == last:
                 break
     bar.close()
@@ -605,6 +609,7 @@ def main(cfg):
 
 
 if __name__ == '__main__':
-    one_line_errors(lambda: main(cfg))
+    code = one_line_errors(lambda: main(cfg))
     if dist.is_initialized():  # not after an error: other ranks may wait in a collective
         dist.destroy_process_group()
+    raise SystemExit(code)

@@ -157,16 +157,17 @@ def test_runs_are_done_once_seed_after_seed_and_again_when_settings_change(here,
     run('--seeds=2', '--only=de')
     assert calls() == []
     assert row_of(capsys, 'all')[:6] == ['0.5', '±0.7', '50.0', '±0.0', '100.0', '±0.0']
-    saved = json.loads(Path('out/toy.json').read_text())
+    saved = json.loads(Path('out/toy/toy.json').read_text())
     assert saved['rows']['default']['seeds']['1']['t2v']['R@1'] == 1
     assert saved['rows']['levels=individual']['seeds'] == {}
     # another schedule: the old run is kept aside, the new one runs
     run('--seeds=1', '--only=default', '--change=epochs=2')
     assert calls() == ['eval.py default_s0', 'train.py default_s0']
-    assert 'out/default_s0 holds another run (epochs 1, not 2)' in capsys.readouterr().out
-    assert json.loads(Path('out/default_s0.old/config.json').read_text())['settings']['epochs'] == 1
+    assert 'out/toy/default_s0 holds another run (epochs 1, not 2)' in capsys.readouterr().out
+    old = json.loads(Path('out/toy/default_s0.old/config.json').read_text())
+    assert old['settings']['epochs'] == 1
     # trained, not evaluated: train.py is asked again, which resumes
-    Path('out/demo_clip_s0/metrics.json').unlink()
+    Path('out/toy/demo_clip_s0/metrics.json').unlink()
     run('--seeds=1', '--only=clip')
     assert calls() == ['eval.py demo_clip_s0', 'train.py demo_clip_s0']
 
@@ -183,9 +184,9 @@ def test_show_writes_nothing(here, capsys):
     run('--show')
     assert not Path('out').exists()
     run('--seeds=1', '--only=default')
-    before = Path('out/toy.json').read_text()
+    before = Path('out/toy/toy.json').read_text()
     run('--seeds=1', '--show', '--change=epochs=2')
-    assert Path('out/toy.json').read_text() == before
+    assert Path('out/toy/toy.json').read_text() == before
     run('--seeds=1', '--show')
     assert row_of(capsys, 'all')[0] == '0.0'
 
@@ -193,13 +194,13 @@ def test_show_writes_nothing(here, capsys):
 def test_every_run_put_aside_is_kept(here):
     for n in (1, 2, 3, 4):
         run('--seeds=1', '--only=default', f'--change=epochs={n}')
-    assert [json.loads(Path(f'out/default_s0{end}/config.json').read_text())['settings']['epochs']
-            for end in ('.old', '.old2', '.old3', '')] == [1, 2, 3, 4]
+    assert [json.loads(Path(f'out/toy/default_s0{end}/config.json').read_text())
+            ['settings']['epochs'] for end in ('.old', '.old2', '.old3', '')] == [1, 2, 3, 4]
 
 
 def test_a_run_that_fails_does_not_stop_the_others(here, capsys):
     with pytest.raises(ValueError, match="1 runs failed, the first: mu_pcl=0,lambda_dl=0_s0: "
-                                         "train.py: no such luck .log: out/mu_pcl"):
+                                         "train.py: no such luck .log: out/toy/mu_pcl"):
         run('--seeds=1')
     assert calls().count('train.py demo_clip_s0') == 1
     assert row_of(capsys, 'all')[:3] == ['0.0', '50.0', '100.0']

@@ -82,6 +82,22 @@ def test_queries_cost_nothing_and_what_changes_weights_is_seen(tiny_qwen2vl, tin
     assert f"{result['nats per token']:.4f}" == rows["lora"][0] and result["captions"] == 10
 
 
+def test_what_is_wrong_with_the_last_run_is_told_before_the_first_is_measured(
+        tiny_qwen2vl, tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(C, "measure", lambda *_: pytest.fail("too late"))
+    good, other = (make_run(tmp_path / name, tiny_data, tiny_qwen2vl) for name in "ab")
+    weights, results = tmp_path / "b/model.safetensors", tmp_path / "b/caption_loss.json"
+    results.write_text("{")
+    with pytest.raises(ValueError, match="b/caption_loss.json is no JSON file"):
+        C.main(settings(ckpt=f"{good},{other}"))
+    results.unlink()
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="can't read .*b/model.safetensors"):
+        C.main(settings(ckpt=f"{good},{other}"))
+    with pytest.raises(FileNotFoundError, match="'nowhere' is no run folder"):
+        C.main(settings(ckpt=f"{good},nowhere"))
+
+
 def test_plain_answers_are_the_demos(tiny_qwen2vl, tiny_data, tmp_path):
     row = dict(id="a", video="test0.mp4", captions=["x"], events=[
         ["small", "red", "circle", "left"], ["large", "blue", "square", "up"]])

@@ -88,6 +88,18 @@ def test_all_pictures_of_a_run_and_of_two(runs, capsys, monkeypatch):
     assert "geometry of" in said and "an item of PHANet is many vectors" in said
 
 
+def test_signs_that_no_font_has_are_told_in_one_line(tmp_path, capsys, recwarn):
+    # a letter of a script that no font of matplotlib's list draws, twice, and one that it does
+    fig = figures.Figure()
+    fig.text(0.1, 0.5, "\U00012000 \U00012001 \U00012000 a")
+    fig.canvas.draw()
+    figures.save(fig, tmp_path / "a.png")
+    wrote, note = capsys.readouterr().out.splitlines()
+    assert wrote == f"wrote {tmp_path / 'a.png'}"
+    assert "boxes for 2 signs that no font here has (\U00012000\U00012001)" in note
+    assert not [w for w in recwarn if "Glyph" in str(w.message)]
+
+
 @pytest.mark.parametrize("side", ["text", "video"])
 def test_attention_is_a_literal_softmax_of_queries_and_keys(model, side):
     from data import Sample

@@ -109,9 +109,10 @@ def run(args, strike=None):
     train.plain_step = partial(struck, train.plain_step)
     train.cached_step = partial(struck, train.cached_step)
     cfg = configure(TRAIN, args, train.SETTINGS)
-    train.one_line_errors(lambda: train.main(cfg))
+    code = train.one_line_errors(lambda: train.main(cfg))
     if dist.is_initialized():
         dist.destroy_process_group()
+    sys.exit(code)
 
 
 def run_script(args):
@@ -372,9 +373,9 @@ def test_a_run_that_is_stopped_and_killed_ends_in_the_same_bits(
         whole = tmp_path / 'whole'
         assert launch(run, args(whole), world=2, output=output) == [0, 0]
     ours = tmp_path / 'pieces'
-    # SIGTERM reaches the last rank alone, in the second step: all end behind it, as if done
+    # SIGTERM reaches the last rank alone, in the second step: all end behind it, not as if done
     strike = (2, [world - 1], signal.SIGTERM)
-    assert launch(run, args(ours), strike, world=world, output=output) == [0] * world
+    assert launch(run, args(ours), strike, world=world, output=output) == [143] * world
     assert target(ours, 'latest') == 'step_000002'
     assert 'step 2 is saved' in Path(f'{output}.0').read_text()
     # kill -9 in the sixth step: the fifth is logged, but the fourth is the last one saved
@@ -390,7 +391,7 @@ def test_a_run_that_is_stopped_and_killed_ends_in_the_same_bits(
 
 
 @pytest.mark.parametrize('number, code, saved', [
-    (signal.SIGTERM, 0, 'step_000002'),  # a scheduler's and torchrun's: the step ends, as with one
+    (signal.SIGTERM, 143, 'step_000002'),  # a scheduler's and torchrun's: the step ends
     (signal.SIGINT, -signal.SIGINT, 'step_000000')])  # Ctrl-C by somebody who will not wait
 def test_a_second_sigterm_is_patient_and_a_second_ctrl_c_kills(
         number, code, saved, tiny_data, tiny_qwen2vl, tmp_path):
@@ -398,7 +399,7 @@ def test_a_second_sigterm_is_patient_and_a_second_ctrl_c_kills(
     assert launch(run, args, (2, [0], number, number), output=tmp_path / 'output') == [code]
     assert target(tmp_path / 'run', 'latest') == saved
     said = (tmp_path / 'output.0').read_text()
-    assert ('stopped by a signal; step 2 is saved' in said) == (code == 0)
+    assert ('stopped by a signal; step 2 is saved' in said) == (code == 143)
 
 
 # -----------------------------------------------------------------------------
@@ -920,6 +921,62 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings(
     text = error_of([*args, '--resume', '--dtype=bfloat16'])
     assert "precision = 'float32', now 'bfloat16'" in text
     assert before == sorted((p, p.stat().st_mtime_ns) for p in finished.rglob('*'))
+
+
+def edited(file, change):
+    Path(file).write_text(change(Path(file).read_text()))
+
+
+@pytest.mark.parametrize('split, change', [
+    ('train', lambda text: text[:text.rindex('{')]),           # the last line is gone
+    ('val', lambda text: text.replace('red', 'green', 1))])    # as many, another one
+def test_a_run_is_not_resumed_with_other_annotations(
+        split, change, copied, tiny_data, tiny_qwen2vl, tmp_path):
+    shutil.copytree(tiny_data, tmp_path / 'data')
+    out = copied[0]
+    for file in (out / 'config.json', out / 'latest' / 'config.json'):
+        edited(file, lambda text: text.replace(tiny_data, str(tmp_path / 'data')))
+    args = argv(out, tmp_path / 'data', tiny_qwen2vl, chunk_size=4, resume=True)
+    train_here(args)
+    edited(tmp_path / 'data' / f'{split}.jsonl', change)
+    text = error_of(args)
+    n = {'train': 24, 'val': 8}[split]
+    assert f'data/{split}.jsonl has changed since' in text and f'started: {n} videos' in text
+    assert f'now {n - (split == "train")} videos' in text and 'restore it to resume' in text
+
+
+def test_a_run_is_neither_resumed_nor_evaluated_on_another_backbone(
+        copied, tiny_qwen2vl, tiny_data, tmp_path):
+    from conftest import make_qwen2vl
+    out, args = copied
+    same = shutil.copytree(tiny_qwen2vl, tmp_path / 'moved')
+    other = make_qwen2vl(tmp_path / 'other', seed=1)           # the same shapes
+    def evaluate(backbone):
+        evaluation.main(configure(str(ROOT / 'eval.py'), [
+            f'--ckpt={out}', f'--backbone={backbone}', '--device=cpu']))
+
+    evaluate(same)
+    with pytest.raises(ValueError, match='trained on another backbone than lies in'):
+        evaluate(other)
+    for file in (out / 'config.json', out / 'latest' / 'config.json'):
+        edited(file, lambda text: text.replace(tiny_qwen2vl, other))
+    args = argv(out, tiny_data, other, chunk_size=4, resume=True)
+    assert 'trained on another backbone than lies in' in error_of(args)
+
+
+def test_the_fingerprint_knows_values_and_neither_precision_nor_names():
+    g = torch.Generator().manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(50, 40), torch.nn.LayerNorm(40))
+    model.requires_grad_(False)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=g))
+    first = checkpoint.fingerprint(model)
+    assert first == checkpoint.fingerprint(torch.nn.ModuleDict({'a': model[1], 'b': model[0]}))
+    model.add_module('trained', torch.nn.Linear(2, 2))
+    assert first == checkpoint.fingerprint(model) == checkpoint.fingerprint(model.bfloat16())
+    model[0].bias[3] += 0.5
+    assert first != checkpoint.fingerprint(model)
 
 
 def test_resuming_a_run_that_is_over_says_so(finished, tiny_data, tiny_qwen2vl, tmp_path, capsys):

@@ -161,13 +161,13 @@ class Backbone:
         B = len(captions if captions is not None else frames)
         rows, n_prompt, cut = [], [], []
         for i in range(B):
-            row, was_cut = [], False
+            row, was_cut, text = [], False, self.chat.format(prompt)
+            if '<video>' in prompt:
+                assert n_vision is not None, f"prompt {prompt!r} wants a video, there is none"
+                text = text.replace('<video>', self.vision(n_vision[i]))
             # our text and the user's are tokenised apart: neither changes how the other one is read
-            for part in re.split(r'(<video>|\{caption\})', self.chat.format(prompt)):
-                if part == '<video>':
-                    assert n_vision is not None, f"prompt {prompt!r} wants a video, there is none"
-                    row += self.ids(self.vision(n_vision[i]))
-                elif part == '{caption}':
+            for part in re.split(r'(\{caption\})', text):
+                if part == '{caption}':
                     tokens = self.plain_ids(captions[i].strip())
                     row, was_cut = row + tokens[:max_text_tokens], len(tokens) > max_text_tokens
                 elif part:
@@ -696,7 +696,7 @@ def smolvlm(path, max_pixels, **kw):
     patch, scale = model.config.vision_config.patch_size, model.config.scale_factor
     side = square_side(pre['max_image_size']['longest_edge'], max_pixels, patch * scale)
     n = (side // patch // scale) ** 2  # tokens of a frame
-    longest = (pre.get('video_sampling', {}).get('video_size') or pre['size'])['longest_edge']
+    longest = pre['size']['longest_edge']
 
     def frame_pixels(f):
         H, W = f.shape[1:3]  # first the longer side as the checkpoint says, the other one even

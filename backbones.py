@@ -61,6 +61,7 @@ class Backbone:
     # the frozen tower and the projector apart, for a cache between them, see features()
     tower: Callable = None    # pixel inputs -> [n, W], a row for each LLM token of all videos
     project: Callable = None  # [n, W] -> what `decoder` takes as mm_encoder_outputs
+    cache: Any = None     # vision_cache.py's, which then stands before `pixels`
 
     @property
     def hidden_size(self):

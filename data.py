@@ -408,6 +408,7 @@ class Clips:
         self.items, self.video_root, self.on_bad_video = items, video_root, on_bad_video
         self.how = (num_frames, sampler, reader, size)
         self.frame_cache = frame_cache
+        self.vision = None  # a vision_cache.VisionCache, whose Videos then stand for the frames
         self.bad = {}  # video -> reason, of this process
         self.named = multiprocessing.Array("B", len(items))  # of all workers: 1 partial, 2 bad
 
@@ -417,7 +418,8 @@ class Clips:
             return None, self.bad[i]
         path = os.path.join(self.video_root or "", self.items[i].video)
         try:
-            frames, partial = self.cached(path)
+            frames, partial = self.vision.look(path, self.how, self.cached) if self.vision else \
+                self.cached(path)
         except BadVideo as e:
             if self.on_bad_video == "raise":
                 raise

@@ -33,6 +33,7 @@ video_root: str | None = None      # folder of the videos; "": <data>/videos
 eval_batch_size: int | None = None # items per forward pass of a process
 num_workers: int | None = None     # loader processes
 frame_cache: str | None = None     # folder for decoded frames
+cache_vision: str | None = None    # folder for what the frozen vision tower makes of them
 on_bad_video: str | None = None    # an unreadable video: raise, or skip it and its captions
 num_frames: int | None = None      # frames per video; prints a warning when it differs
 text_prompt: str | None = None     # the same
@@ -113,6 +114,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+import vision_cache
 from checkpoint import check_backbone, load_trainable, read, write_atomic
 from data import Texts, Videos, load_annotations, make_loader
 
@@ -247,9 +249,10 @@ def encode(model, side, dataset, order, batch_size, num_workers=0, device="cpu",
     for batch, (kept, inputs) in zip(mine, bar):
         if not kept:
             continue
-        inputs = {k: v.to(device, non_blocking=True) for k, v in inputs[side].items()}
+        inputs = {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v
+                  for k, v in inputs[side].items()}
         with autocast():
-            features = getattr(model, f"encode_{side}")(inputs)
+            features = getattr(model, f"encode_{side}")(vision_cache.fill(model, inputs))
         parts.append({k: (v.float() if v.is_floating_point() else v).cpu()
                       for k, v in features.items()})
         batch = [batch[i] for i in kept]
@@ -376,6 +379,7 @@ def encode_split(model, items, cfg, split, **how):
     root = cfg.video_root or os.path.join(cfg.data, "videos")
     videos = Videos(items, root, cfg.num_frames, sampler=cfg.sampler, size=cfg.frame_size,
                     frame_cache=cfg.frame_cache, on_bad_video=cfg.on_bad_video)
+    videos.clips.vision = vision_cache.attach(model, cfg)
     how |= dict(batch_size=cfg.eval_batch_size, num_workers=cfg.num_workers,
                 source=f"{os.path.join(cfg.data, split)}.jsonl (videos in {root})")
     video, kept, _ = encode(model, "video", videos, range(len(items)), **how)
@@ -559,9 +563,9 @@ def load_settings(args, say=print):
         settings["video_root"] = ""
     other = {}                                   # what makes it another result than the run's own
     for key in ("data", "video_root", "eval_batch_size", "num_workers", "frame_cache",
-                "on_bad_video", "num_frames", "text_prompt", "video_prompt", "paragraph",
-                "backbone"):
-        value = getattr(args, key)
+                "cache_vision", "on_bad_video", "num_frames", "text_prompt", "video_prompt",
+                "paragraph", "backbone"):
+        value = getattr(args, key, None)         # figures.py asks for fewer of them
         if value is None or value == settings.get(key):
             continue
         if key not in settings:
@@ -570,7 +574,7 @@ def load_settings(args, say=print):
         if key in ("num_frames", "text_prompt", "video_prompt", "paragraph"):
             say(f"warning: {key} is {value!r} here and {settings.get(key)!r} in training; the "
                 "result is not the run's")
-        if key not in ("eval_batch_size", "num_workers", "frame_cache"):
+        if key not in ("eval_batch_size", "num_workers", "frame_cache", "cache_vision"):
             other[key] = value
         settings[key] = value
     return SimpleNamespace(**settings), step, other

@@ -28,6 +28,7 @@ select_on_test = False   # must be true to let val_split be 'test': optimistic n
 sampler = 'uniform'      # how frames are picked, see data.SAMPLERS
 frame_size = 0           # resize the shorter side of decoded frames to this; 0: as they are
 frame_cache = ''         # folder for decoded frames: each video is decoded once; empty: every time
+cache_vision = ''        # folder for what the frozen vision tower makes of each video, once; or ''
 on_bad_video = 'raise'   # an unreadable video: 'raise' stops, 'skip' takes the next pair and counts
 num_workers = 4          # loader processes per rank; 0 loads in the training process
 # optimization
@@ -176,6 +177,7 @@ from tqdm import tqdm
 import backbones
 import data as datalib
 import losses
+import vision_cache
 from checkpoint import (Log, describe, fingerprint, load_checkpoint, lock, point, restore_best,
                         save_checkpoint, write_atomic)
 
@@ -468,6 +470,7 @@ def main(cfg):
     model = build_model(cfg, device)
     if cfg.epochs and hasattr(model, 'check_trained'):  # epochs=0 saves the untrained model
         model.check_trained()
+    pairs.clips.vision = vision_cache.attach(model, cfg)
     optimizer = make_optimizer(model, cfg, device)
     config_json = json.dumps(describe(
         cfg, world, torch_dtype(cfg, device), frozen=fingerprint(model),
@@ -551,7 +554,9 @@ def main(cfg):
                 long['cut'] += sum(int(chunk['text']['cut'].sum()) for chunk in chunks
                                    if 'cut' in chunk['text'])
                 long['of'] += len(names)
-            chunks, ids = [to_device(chunk, device) for chunk in chunks], ids.to(device)
+            with autocast():  # with cache_vision the tower runs here or not at all
+                chunks = [vision_cache.fill_batch(model, to_device(c, device)) for c in chunks]
+            ids = ids.to(device)
             model.train()
             # dropout is a function of (seed, step, rank): no state of it to restore on resuming
             torch.manual_seed((cfg.seed * 1_000_003 + step) * 1009 + rank)

@@ -131,11 +131,11 @@ class VisionCache:
             with open(os.path.join(self.folder, key), 'rb') as f:
                 data = f.read()
             start = 8 + int.from_bytes(data[:8], 'little')
-            said = json.loads(data[8:start])['__metadata__']
-            if int(said['crc']) != zlib.crc32(data[start:]):
+            crc, vision = json.loads(json.loads(data[8:start])['__metadata__']['said'])
+            if crc != zlib.crc32(data[start:], zlib.crc32(vision.encode())):
                 return None
             tensors = load(data)
-            return Video(key, None, tensors.pop('rows'), tensors, json.loads(said['vision']))
+            return Video(key, None, tensors.pop('rows'), tensors, json.loads(vision))
         except Exception:  # json's, safetensors', the system's: no base class in common
             return None
 
@@ -208,10 +208,10 @@ class VisionCache:
         temporary = f'{path}.{os.getpid()}.tmp'
         tensors = {k: x.contiguous().cpu() for k, x in {**inputs, 'rows': rows}.items()}
         data = save(tensors)
-        crc = zlib.crc32(data[8 + int.from_bytes(data[:8], 'little'):])
+        crc = zlib.crc32(data[8 + int.from_bytes(data[:8], 'little'):], zlib.crc32(vision.encode()))
         try:
             with open(temporary, 'wb') as f:
-                f.write(save(tensors, {'vision': vision, 'crc': str(crc)}))
+                f.write(save(tensors, {'said': json.dumps([crc, vision])}))
             os.replace(temporary, path)
         except OSError as e:
             self.warn(e)

@@ -318,7 +318,9 @@ def read_parts(path, model_class, preprocessor_keys, **kw):
     if lacks:
         raise ValueError(f"backbone {path!r}: its preprocessor_config.json has no {lacks[0]!r}; "
                          "take the file of the original checkpoint")
-    tokenizer = part('tokenizer.json', lambda: transformers.AutoTokenizer.from_pretrained(path))
+    # a config that we made spares the folder's own, which may name code to run
+    tokenizer = part('tokenizer.json', lambda: transformers.AutoTokenizer.from_pretrained(
+        path, config=kw.get('config'), trust_remote_code=False))
     model, info = part('weights', lambda: model_class.from_pretrained(
         path, output_loading_info=True, ignore_mismatched_sizes=True, **kw))
     reshaped = [name for name, *_ in info['mismatched_keys']]
@@ -636,12 +638,14 @@ def internvl(path, max_pixels, **kw):
 
 def videollama3(path, max_pixels, **kw):
     """VideoLLaMA3 7B: native resolution, 2x2 patches averaged, tokens that do not change go."""
+    kw |= makers_videollama3(path)
     model, tokenizer, pre = read_parts(path, transformers.VideoLlama3ForConditionalGeneration,
                                        ('patch_size', 'image_mean', 'image_std'), **kw)
     body, pre = model.model, pre['video']
     patch, merge, size = pre['patch_size'], pre.get('merge_size', 2), pre.get('size') or {}
-    lo = pre.get('min_pixels') or size['shortest_edge']
-    hi = pre.get('max_pixels') or size['longest_edge']  # of all frames together
+    token = (patch * merge) ** 2
+    lo = pre.get('min_pixels') or size.get('shortest_edge') or 16 * token
+    hi = pre.get('max_pixels') or size.get('longest_edge') or 16384 * token  # of all frames
 
     def pixels(frames, times=None):
         rows, grids, keep, blocks = [], [], [], []
@@ -686,6 +690,24 @@ def videollama3(path, max_pixels, **kw):
               '<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n'),
         vision=vision, vision_token='<|video_pad|>', pixels=pixels, positions=running_positions,
         pixel_rows=lambda inputs: inputs['video_grid_thw'].prod(1), tower=tower, project=project)
+
+
+def makers_videollama3(path):
+    """
+    What from_pretrained must be told of a folder in the layout of VideoLLaMA3's makers, whose own
+    code (never run here) has other names for the same modules; {} for transformers' layout.
+    """
+    old, _ = transformers.PretrainedConfig.get_config_dict(path)
+    if old['model_type'] != 'videollama3_qwen2':
+        return {}
+    theirs = ('architectures', 'auto_map', 'model_type', 'vision_encoder_config')
+    text = {k: v for k, v in old.items() if k not in theirs}
+    vision = {k: v for k, v in old['vision_encoder_config'].items() if k != 'model_type'}
+    return {'config': transformers.VideoLlama3Config(text_config=dict(text, model_type='qwen2'),
+                                                     vision_config=vision),
+            'key_mapping': {r'^model\.vision_encoder\.': 'model.vision_model.',
+                            r'^model\.mm_projector\.': 'model.projector.',
+                            r'^model\.(embed_tokens|layers|norm)\.': r'model.language_model.\1.'}}
 
 
 def smolvlm(path, max_pixels, **kw):
@@ -759,7 +781,8 @@ FAMILIES = {
     'qwen2_5_vl': qwen2_5_vl,
     'qwen3_vl': qwen3_vl,
     'internvl': internvl,
-    'video_llama_3': videollama3,
+    'video_llama_3': videollama3,      # lkhl/VideoLLaMA3-7B-Image-HF
+    'videollama3_qwen2': videollama3,  # DAMO-NLP-SG/VideoLLaMA3-7B
     'smolvlm': smolvlm,
     'clip': clip,
 }

@@ -635,6 +635,7 @@ def main(args):
     model = train.build_model(cfg, device)
     load_weights(model, step)
     say(f"{step.resolve().name} of {args.ckpt}, {cfg.model}, on {device}")
+    train.tell_cost(model, cfg, say)
     result = evaluate(model, items, cfg, args.split, device, train.autocast_of(cfg, device),
                       args.v2t, args.dsl_temperature if args.dsl else None, args.per_slot,
                       args.by, args.within)

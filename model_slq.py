@@ -496,6 +496,9 @@ class SLQ(nn.Module):
         lines = [f"trained {key:8s} {sum(p.numel() for p in group.values()):14,d}"
                  for key, group in self.trainable_groups().items()]
         lines.append(f"frozen           {frozen:14,d}")
+        if self.config.tuning == "lora":
+            n = sum(hasattr(m, "lora_A") for m in self.mllm.modules())
+            lines.insert(0, f"LoRA on {n:4d} modules of language model")
         if self.cached:
             lines.append(f"KV cache: {self.cache_bytes():,d} bytes per token, "
                          f"{self.cache_bytes(tokens) / 2 ** 20:.2f} MiB per item of {tokens}")

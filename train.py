@@ -233,6 +233,13 @@ def build_model(cfg, device):
     return model_class(config, backbone).to(device)
 
 
+def tell_cost(model, cfg, say):
+    """What a widescreen video costs in LLM tokens, where there is an LLM."""
+    if hasattr(model.backbone, 'cost'):
+        height = cfg.frame_size or 360
+        say(model.backbone.cost(cfg.num_frames, height, round(height * 16 / 9)))
+
+
 def unwrap(model):
     return model.module if hasattr(model, 'module') else model
 
@@ -503,6 +510,7 @@ def main(cfg):
         f"{cfg.batch_size} pairs, {cfg.chunk_size or cfg.batch_size // world} per forward; "
         f"{cfg.epochs} epochs of {per_epoch} steps")
     say(model.summary())
+    tell_cost(model, cfg, say)
     if rank == 0:
         write_atomic(os.path.join(cfg.out_dir, 'config.json'), config_json)
     log = Log(cfg, step if started else -1, quiet=rank != 0)

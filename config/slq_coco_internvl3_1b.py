@@ -1,6 +1,6 @@
 # SLQ on COCO (Karpathy's split) with InternVL3-1B, D = 896
 # paper: COCO R@5 74.3 text to image, 84.9 image to text; 36k parameters, 3.9 GPU hours (Table 3).
-# ours: not run, nor runnable yet: backbones.py lacks InternVL3. 20 x 896 + 1 = 17,921 parameters
+# ours: not run yet. 20 x 896 + 1 = 17,921 parameters
 # the paper used H800 GPUs, how many it does not say:
 # $ torchrun --standalone --nproc_per_node=8 train.py config/slq_coco_internvl3_1b.py
 

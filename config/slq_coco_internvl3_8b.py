@@ -1,6 +1,6 @@
 # SLQ on COCO (Karpathy's split) with InternVL3-8B, D = 3584
 # paper: COCO R@5 79.7 text to image, 89.1 image to text; 144k parameters, 38.9 GPU hours (Table 3).
-# ours: not run, nor runnable yet: backbones.py lacks InternVL3. 20 x 3584 + 1 = 71,681 parameters
+# ours: not run yet. 20 x 3584 + 1 = 71,681 parameters
 # the paper used H800 GPUs, how many it does not say:
 # $ torchrun --standalone --nproc_per_node=8 train.py config/slq_coco_internvl3_8b.py
 

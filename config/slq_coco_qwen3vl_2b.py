@@ -1,6 +1,6 @@
 # SLQ on COCO (Karpathy's split) with Qwen3-VL-2B, D = 2048
 # paper: COCO R@5 75.7 text to image, 84.4 image to text; 83K parameters, 6.7 GPU hours (Table 3).
-# ours: not run, nor runnable yet: backbones.py lacks Qwen3-VL. 20 x 2048 + 1 = 40,961 parameters
+# ours: not run yet. 20 x 2048 + 1 = 40,961 parameters
 # the paper used H800 GPUs, how many it does not say:
 # $ torchrun --standalone --nproc_per_node=8 train.py config/slq_coco_qwen3vl_2b.py
 

@@ -1,6 +1,6 @@
 # SLQ on COCO (Karpathy's split) with Qwen3-VL-4B, D = 2560
 # paper: COCO R@5 75.2 text to image, 85.6 image to text; 106K parameters, 13.5 GPU hours (Table 3).
-# ours: not run, nor runnable yet: backbones.py lacks Qwen3-VL. 20 x 2560 + 1 = 51,201 parameters
+# ours: not run yet. 20 x 2560 + 1 = 51,201 parameters
 # the paper used H800 GPUs, how many it does not say:
 # $ torchrun --standalone --nproc_per_node=8 train.py config/slq_coco_qwen3vl_4b.py
 

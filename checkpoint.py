@@ -32,7 +32,7 @@ from tqdm import tqdm
 # (chunk_size, as the number of processes) which random masks dropout draws
 MAY_CHANGE = {'resume', 'out_dir', 'max_steps', 'save_every', 'log_every', 'num_workers', 'device',
               'eval_batch_size', 'frame_cache', 'cache_vision', 'video_root', 'chunk_size', 'wandb',
-              'wandb_project'}
+              'wandb_project', 'plan', 'plan_gpus'}
 
 
 LEFT_BY_A_KILL = re.compile(r'(\.(step_\d+|latest|best)|config\.json|log\.jsonl)\.\d+\.tmp')

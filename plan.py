@@ -12,15 +12,16 @@ is counted as a fused kernel. The bench `plan` compares with what is measured.
 """
 import json
 import os
+import re
 import tempfile
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import transformers
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,12 +33,12 @@ import backbones
 import data as datalib
 import losses
 import train
-import vision_cache
 
 GIB = 2 ** 30
 CONTEXT = 1.0 * GIB    # CUDA itself, cuBLAS and NCCL: what a process takes before any tensor
 SLACK = 1.1            # of the peak: blocks that the allocator holds and can't fill
 CARDS = {'40 GB': 39.4 * GIB, '80 GB': 79.1 * GIB}  # what torch sees of an A100
+LAYERS = 2, 4          # decoder layers that a step is taken with, where there are more
 FRAME = 360, 640       # height and width of a video, when frame_size says nothing else
 
 # -----------------------------------------------------------------------------
@@ -49,7 +50,7 @@ class Ghosts(TorchDispatchMode):
 
     def __init__(self, *known):
         super().__init__()
-        self.sizes, self.live, self.peak = {}, 0, 0
+        self.sizes, self.refs, self.live, self.peak = {}, {}, 0, 0
         for x in known:
             self.sizes[x.untyped_storage()._cdata] = 0  # was there before
 
@@ -60,8 +61,9 @@ class Ghosts(TorchDispatchMode):
         if any(x.is_meta for x in tensors):
             if name in ('index', 'index_put', 'index_put_', '_index_put_impl_'):
                 args = (args[0], indices(args[1]), *args[2:])
-            args, kwargs = tree_map(lambda x: x.to('meta') if torch.is_tensor(x) and not x.is_meta
-                                    else x, (args, kwargs))
+            if not all(x.is_meta for x in tensors):
+                args, kwargs = tree_map(lambda x: x.to('meta') if torch.is_tensor(x)
+                                        and not x.is_meta else x, (args, kwargs))
         out = op(*args, **kwargs)
         if torch.is_tensor(out) and out.is_meta and not out.is_floating_point():
             # a whole number made for a ghost's device is real, unless it comes out of ghosts
@@ -81,10 +83,11 @@ class Ghosts(TorchDispatchMode):
         self.sizes[key] = storage.nbytes()
         self.live += storage.nbytes()
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self.forget, key)
+        self.refs[key] = weakref.ref(storage, lambda _: self.forget(key))
 
     def forget(self, key):
-        self.live -= self.sizes.pop(key, 0)
+        del self.refs[key]
+        self.live -= self.sizes.pop(key)
 
 
 def indices(index):
@@ -114,6 +117,11 @@ class Kernels(TorchFunctionMode):
             cast = self.to_half if name in HALF else lambda x: x.float()
             args, kwargs = tree_map(lambda x: cast(x) if torch.is_tensor(x) and x.is_meta
                                     and x.is_floating_point() else x, (args, kwargs))
+        if func is torch.Tensor.backward:  # else this mode would be off while layers run again
+            with self:
+                return torch.autograd.graph._engine_run_backward(
+                    (args[0],), (torch.ones_like(args[0]),), False, False, (),
+                    allow_unreachable=True, accumulate_grad=True)
         if name == 'scaled_dot_product_attention' and args[0].is_meta:
             return self.attention(*args, **kwargs)
         return func(*args, **kwargs)
@@ -170,7 +178,6 @@ class Words:
         return 1 << 20
 
     def __call__(self, text, split_special_tokens=False, **kw):
-        import re
         pattern = r'\d|[^\W\d]+|\n|[^\w\s]'
         if not split_special_tokens:
             pattern = r'<\|?[A-Za-z_-]+\|?>|' + pattern
@@ -191,8 +198,11 @@ class Words:
         pass
 
 
-def ghost_parts(path, model_class, preprocessor_keys, config=None, dtype=None, **kw):
-    """backbones.read_parts without the weights, and without a tokenizer where there is none."""
+def ghost_parts(path, model_class, preprocessor_keys, config=None, dtype=None, layers=0, **kw):
+    """
+    backbones.read_parts without the weights, and without a tokenizer where there is none. layers:
+    so many decoder layers; 0: all.
+    """
     pre, _ = ImageProcessingMixin.get_image_processor_dict(path) if preprocessor_keys else ({}, 0)
     pre['video'] = {**pre, **backbones.video_settings(path)}
     config = config or model_class.config_class.from_pretrained(path)
@@ -203,7 +213,11 @@ def ghost_parts(path, model_class, preprocessor_keys, config=None, dtype=None, *
         tokenizer = ()
     if len(tokenizer) < 100:  # transformers makes up what is missing
         tokenizer = Words(config)
-    config.use_cache = False
+    text = config.get_text_config()
+    if layers:
+        text.num_hidden_layers = layers
+        if getattr(text, 'layer_types', None):
+            text.layer_types = text.layer_types[:layers]
     with torch.device('meta'):
         model = model_class._from_config(config, dtype=dtype, attn_implementation='sdpa')
     return model, tokenizer, pre
@@ -230,8 +244,8 @@ def find_config(path, folder):
     return folder
 
 
-def ghost_model(cfg, half):
-    """train.build_model on the meta device."""
+def ghost_model(cfg, half, layers=0):
+    """train.build_model on the meta device, with so many decoder layers; 0: all."""
     load = backbones.load
 
     def load_here(*args, **kw):
@@ -241,7 +255,7 @@ def ghost_model(cfg, half):
         return backbone
 
     with tempfile.TemporaryDirectory() as folder, patch.object(
-            backbones, 'read_parts', ghost_parts), patch.object(
+            backbones, 'read_parts', partial(ghost_parts, layers=layers)), patch.object(
             backbones, 'load', load_here), patch.object(
             train, 'torch_dtype', lambda *a: torch.bfloat16 if half else torch.float32):
         at = SimpleNamespace(**{**vars(cfg), 'backbone': find_config(cfg.backbone, folder)})
@@ -382,45 +396,97 @@ def groups(model):
 
 def projector_of(backbone, name):
     """Is it a parameter of a module that LoRA adapts outside the decoder?"""
-    import re
     return re.fullmatch(backbone.lora_regex, name.rpartition('.')[0])
 
 
-def make(cfg, world=2, half=True, samples=None):
-    """
-    The plan as a dict of bytes per GPU. samples: what to plan for, instead of the longest captions
-    and widescreen noise.
-    """
+def make(cfg, world=2, half=True):
+    """The plan as a dict of bytes per GPU, for the longest captions and widescreen noise."""
     share = cfg.batch_size // world
     n = min(cfg.chunk_size or share, share)
     model = ghost_model(cfg, half)
-    samples = samples or samples_for(model, cfg, max(n, 1))
-    samples = [samples[i % len(samples)] for i in range(max(n, cfg.eval_batch_size))]
-    # two chunks stand for all: what the others leave behind is counted apart
-    chunks = [ghost_inputs(model, samples, cfg, n) for _ in range(2 if n < share else 1)]
-    per_chunk = nbytes(inputs_of(chunks[:1]))
-    weights = nbytes([*model.parameters(), *model.buffers()])
-    trained = [p for p in model.parameters() if p.requires_grad]
-    peak, gradients, stored = step_peak(model, chunks, cfg, half, world)
-    # with the vision cache, pixels live until the tower has run on their chunk
-    inputs = per_chunk * -(-share // n)
-    batch = ghost_inputs(model, samples, cfg, cfg.eval_batch_size)['video']
-    plan = dict(
-        parameters=groups(model), world=world, half=half, pairs=n, chunks=-(-share // n),
-        weights=weights, gradients=gradients, optimizer=2 * nbytes(trained),
-        buckets=nbytes(trained) if world > 1 else 0, inputs=inputs, activations=peak - gradients,
-        features=stored, step=peak, eval=eval_peak(model, batch, half),
-        tokens={side: tuple(x['input_ids'].shape) for side, x in chunks[0].items()})
-    plan['peak'] = max(weights + plan['optimizer'] + plan['buckets'] + inputs + peak,
-                       weights + plan['optimizer'] + plan['buckets'] + plan['eval'])
-    plan['need'] = plan['peak'] * SLACK + CONTEXT
+    held = nbytes([*model.parameters(), *model.buffers()])
+    trained = nbytes([p for p in model.parameters() if p.requires_grad])
+    plan = dict(parameters=groups(model), world=world, half=half, pairs=n, chunks=-(-share // n),
+                weights=held, optimizer=2 * trained, buckets=trained if world > 1 else 0)
+    # all decoder layers are alike: a few of them, and a few more, tell what all of them need
+    N = model.backbone.num_layers if hasattr(model.backbone, 'layers') else 0
+    if N <= sum(LAYERS):
+        plan |= activations(model, cfg, half, world, n)
+    else:
+        few, more = (activations(ghost_model(cfg, half, layers), cfg, half, world, n)
+                     for layers in LAYERS)
+        steps = (N - LAYERS[0]) / (LAYERS[1] - LAYERS[0])
+        plan |= {k: few[k] + round(steps * (more[k] - few[k])) if isinstance(few[k], int)
+                 else few[k] for k in few}
+    held += plan['optimizer'] + plan['buckets']
+    plan['train'] = held + plan['inputs'] + plan['step']
+    plan['need'] = max(plan['train'], held + plan['eval']) * SLACK + CONTEXT
     if getattr(model, 'cached', False):
         plan['prefix'] = sum(model.cache_bytes(L) for _, L in plan['tokens'].values()) * n
+    return plan
+
+
+def activations(model, cfg, half, world, n):
+    """What comes and goes in a step of chunks of n pairs, and in an evaluation."""
+    share = cfg.batch_size // world
+    samples = samples_for(model, cfg, max(n, 2))
+    # two chunks stand for all: what the others leave behind is counted apart
+    chunks = [ghost_inputs(model, samples, cfg, n) for _ in range(2 if n < share else 1)]
+    peak, gradients, stored = step_peak(model, chunks, cfg, half, world)
+    few = [eval_peak(model, ghost_inputs(model, samples, cfg, b)['video'], half) for b in (1, 2)]
+    out = dict(
+        step=peak, gradients=gradients, activations=peak - gradients, features=stored,
+        inputs=nbytes(inputs_of(chunks[:1])) * -(-share // n),
+        eval=few[0] + (cfg.eval_batch_size - 1) * (few[1] - few[0]),  # items are all alike
+        tokens={side: tuple(x['input_ids'].shape) for side, x in chunks[0].items()
+                if 'input_ids' in x})
     if getattr(model.backbone, 'tower', None):
         with torch.no_grad(), Kernels(half), Ghosts():
             rows = with_features(model, ghost_inputs(model, samples, cfg, 1)['video'])['features']
-        plan['rows'] = tuple(rows.shape), rows.nbytes
-    return plan
+        out['rows'] = tuple(rows.shape), rows.nbytes
+    return out
+
+
+def report(cfg, world):
+    """The plan for people; nothing is trained."""
+    if int(os.environ.get('RANK', 0)):
+        return
+    half = cfg.dtype == 'bfloat16' or (cfg.dtype == 'auto' and cfg.device != 'cpu')
+    p = make(cfg, world, half)
+    print(f"plan of {cfg.out_dir}: {cfg.model} with {cfg.backbone}, {world} process(es), "
+          f"{'bfloat16' if half else 'float32'}\n\nparameters")
+    for name, n in p['parameters'].items():
+        print(f"  {name:<28}{n:>16,d}")
+    length = ', '.join(f"{side} {L}" for side, (_, L) in p['tokens'].items())
+    print(f"\nGiB per GPU, {p['pairs']} pairs per forward, {p['chunks']} forward(s) a step, "
+          f"tokens: {length}")
+    rows = [('weights', p['weights']), ('gradients', p['gradients']),
+            ('optimizer (AdamW)', p['optimizer']), ("DDP's buckets", p['buckets']),
+            ('inputs of a step', p['inputs']), ('activations at the peak', p['activations'])]
+    rows += [('  gradient cache: features', p['features'])] * (p['chunks'] > 1)
+    rows += [('  prefix cache', p.get('prefix', 0))] * ('prefix' in p)
+    rows += [('peak of training', p['train']), (f'evaluation, {cfg.eval_batch_size} items',
+                                                 p['weights'] + p['optimizer'] + p['eval'])]
+    for name, n in rows:
+        print(f"  {name:<28}{n / GIB:>16.3f}")
+    print(f"\nwith {100 * (SLACK - 1):.0f} % for gaps and {CONTEXT / GIB:.0f} GiB for CUDA: "
+          f"{p['need'] / GIB:.1f} GiB a GPU; "
+          + ', '.join(f"{card} {'fits' if p['need'] <= size else 'is too small'}"
+                      for card, size in cards().items()))
+    if 'rows' in p:
+        (n, W), size = p['rows']
+        print(f"cache_vision: {n} rows x {W} x {size // n // W} bytes = {size / 1e6:.2f} MB a "
+              f"video of {cfg.num_frames} frame(s), {size / 1e5:.1f} GB for 10,000")
+
+
+def cards():
+    """What to compare with: name -> bytes."""
+    if torch.cuda.is_available():
+        here = {torch.cuda.get_device_name(0): torch.cuda.get_device_properties(0).total_memory}
+    else:
+        memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+        here = {f"this machine (no GPU, {memory / GIB:.0f} GiB of RAM)": memory}
+    return {**CARDS, **here}
 
 
 # -----------------------------------------------------------------------------

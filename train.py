@@ -53,6 +53,9 @@ dtype = 'auto'           # frozen weights, autocast: float32, bfloat16; auto: bf
 device = 'auto'          # cuda or cpu; auto: a GPU if there is one
 wandb = False            # also log to Weights & Biases, which is imported only then
 wandb_project = 'nanotvr'
+# what it will need, see plan.py
+plan = False             # print parameters and memory per GPU and end; wants no weights and no data
+plan_gpus = 0            # plan for so many processes; 0: torchrun's number, else 2
 # end of settings
 
 # a method is a file with a dataclass of settings and a class; one more is one more line
@@ -105,13 +108,15 @@ def check_settings(cfg, world):
     lowest = {'log_every': 1, 'eval_batch_size': 1, 'batch_size': 2}
     for key in ('epochs', 'warmup_epochs', 'chunk_size', 'num_workers', 'save_every', 'max_steps',
                 'grad_clip', 'weight_decay', 'learning_rate', 'adam_eps', 'frame_size', 'seed',
-                *lowest):
+                'plan_gpus', *lowest):
         if not lowest.get(key, 0) <= getattr(cfg, key) < math.inf:
             raise ValueError(f"{key} is {getattr(cfg, key)}, the least is {lowest.get(key, 0)}")
     if cfg.sampler not in SAMPLERS:
         raise ValueError(f"sampler '{cfg.sampler}' is not one of {', '.join(SAMPLERS)}")
     more_is_better = dict.fromkeys(('R@1', 'R@5', 'R@10', 'RSum'), 0)
     pick({'t2v': more_is_better, 'v2t': more_is_better, 'SumR': 0}, cfg.select_metric)
+    if cfg.plan:
+        return False
     started = find_run(cfg.out_dir, cfg.resume)
     for split in (cfg.train_split, cfg.val_split):
         find_annotations(os.path.join(cfg.data, f'{split}.jsonl'))
@@ -163,8 +168,13 @@ def pick(result, name):
 def configured():
     """The settings of the command line, checked."""
     cfg = configure(__file__, models=SETTINGS)
-    check_settings(cfg, int(os.environ.get('WORLD_SIZE', 1)))
+    check_settings(cfg, world_of(cfg))
     return cfg
+
+
+def world_of(cfg):
+    world = int(os.environ.get('WORLD_SIZE', 1))
+    return (cfg.plan_gpus or (world if world > 1 else 2)) if cfg.plan else world
 
 
 if __name__ == '__main__':  # before torch is imported: --help, typos, missing files answer at once
@@ -448,6 +458,9 @@ def timed(loader, clock, stop):
 # the run
 
 def main(cfg):
+    if cfg.plan:
+        import plan  # it imports this file
+        return plan.report(cfg, world_of(cfg))
     rank, world, device = init_distributed(cfg.device)
     say = print if rank == 0 else (lambda *a: None)
     started = check_settings(cfg, world)

@@ -330,9 +330,10 @@ def read_parts(path, model_class, preprocessor_keys, **kw):
     if wrong:
         raise ValueError(f"backbone {path!r}: in its weights {'; '.join(wrong)}; they would be "
                          "random, so save or download the checkpoint again")
-    # a few rows of the embedding may be spare (Qwen2-VL: 151657 of 151936 are used), not most
+    # a few rows of the embedding may be spare (Qwen2-VL: 151657 of 151936 are used), not most; and
+    # a few tokens may have no row, such as words that a processor replaces
     n, rows = len(tokenizer), model.config.get_text_config().vocab_size
-    if not rows / 2 <= n <= rows:
+    if not rows / 2 <= n <= rows + 16:
         raise ValueError(f"backbone {path!r}: its tokenizer knows {n} tokens, its config.json says "
                          f"{rows}; tokenizer.json (or vocab.json and merges.txt) is missing or of "
                          "another model")
@@ -343,7 +344,8 @@ def video_settings(path):
     """What the files of a checkpoint say of videos alone; {} where they treat videos as images."""
     for name, key in (('processor_config.json', 'video_processor'),
                       ('video_preprocessor_config.json', None)):
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False,
+                           _raise_exceptions_for_connection_errors=False)
         if file is not None:
             with open(file, encoding='utf-8') as f:
                 settings = json.load(f)
@@ -600,9 +602,9 @@ def internvl(path, max_pixels, **kw):
     """InternVL3 1B, 8B (-hf): frames are squares of 448, cut to one tile; 2x2 patches a token."""
     model, tokenizer, pre = read_parts(path, transformers.InternVLForConditionalGeneration,
                                        ('size', 'image_mean', 'image_std'), **kw)
-    body, config = model.model, model.config
+    body, config, pre = model.model, model.config, pre['video']
     unit = config.vision_config.patch_size[0] * round(1 / config.downsample_ratio)
-    side = square_side(pre['video']['size']['height'], max_pixels, unit)
+    side = square_side(pre['size']['height'], max_pixels, unit)
     n = (side // unit) ** 2  # tokens of a frame
 
     def pixels(frames, times=None):  # the prompt counts frames, it says nothing of time

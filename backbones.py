@@ -61,6 +61,7 @@ class Backbone:
     # the frozen tower and the projector apart, for a cache between them, see features()
     tower: Callable = None    # pixel inputs -> [n, W], a row for each LLM token of all videos
     project: Callable = None  # [n, W] -> what `decoder` takes as mm_encoder_outputs
+    token_types: bool = False  # does `decoder` have to be told mm_token_type_ids?
     cache: Any = None     # vision_cache.py's, which then stands before `pixels`
 
     @property
@@ -74,7 +75,8 @@ class Backbone:
     def run(self, inputs, **kw):
         """Last hidden state [B, L, D], after the final norm; no lm_head, no KV cache. 'features'
         among the inputs stand for pixels, and the tower does not run."""
-        ours = ('append_pos', 'cut', 'labels', 'mm_token_type_ids', 'features')
+        ours = ('append_pos', 'cut', 'labels', 'features',
+                *['mm_token_type_ids'] * (not self.token_types))
         known = {k: v for k, v in inputs.items() if k not in ours}
         if 'features' in inputs:
             known = {k: v for k, v in known.items() if not k.startswith(('pixel_values', 'video_'))}
@@ -311,9 +313,12 @@ def read_parts(path, model_class, preprocessor_keys, **kw):
             raise ValueError(f"backbone {path!r}: can't read its {what} ({type(e).__name__}: "
                              f"{reason}); save or download it again") from e
 
-    pre, _ = part('preprocessor_config.json',
-                  lambda: ImageProcessingMixin.get_image_processor_dict(path))
-    pre['video'] = {**pre, **part('video_preprocessor_config.json', lambda: video_settings(path))}
+    pre = {}
+    if preprocessor_keys:  # a family that wants none of it may not have the file
+        pre, _ = part('preprocessor_config.json',
+                      lambda: ImageProcessingMixin.get_image_processor_dict(path))
+        pre['video'] = {**pre, **part('video_preprocessor_config.json',
+                                      lambda: video_settings(path))}
     lacks = [key for key in preprocessor_keys if key not in pre]
     if lacks:
         raise ValueError(f"backbone {path!r}: its preprocessor_config.json has no {lacks[0]!r}; "
@@ -324,7 +329,8 @@ def read_parts(path, model_class, preprocessor_keys, **kw):
     model, info = part('weights', lambda: model_class.from_pretrained(
         path, output_loading_info=True, ignore_mismatched_sizes=True, **kw))
     reshaped = [name for name, *_ in info['mismatched_keys']]
-    wrong = [f"{len(names)} tensors are {what}, first {min(names)}" for what, names in
+    wrong = [f"{len(names)} tensors are {what}, first {', '.join(sorted(names)[:6])}"
+             for what, names in
              (('missing', info['missing_keys']),
               ('of another shape than config.json says', reshaped)) if names]
     if wrong:
@@ -474,6 +480,37 @@ def qwen2_vl(path, max_pixels, model_class=transformers.Qwen2VLForConditionalGen
         vision=lambda n: '<|vision_start|>' + '<|video_pad|>' * n + '<|vision_end|>',
         vision_token='<|video_pad|>', pixels=pixels, positions=positions,
         pixel_rows=lambda inputs: inputs['video_grid_thw'].prod(1), tower=tower, project=project)
+
+
+def videochat_flash(path, max_pixels, **kw):
+    """VideoChat-Flash-Qwen2-7B, res448, res224: clips of 4 frames, 64 tokens each; an image too."""
+    from videochat_flash import TOKENS, VideoChatFlash, clip_lengths, square_frames
+    model, tokenizer, _ = read_parts(path, VideoChatFlash, (), **kw)
+    size = model.config.vision_sizes()['image_size']
+    if 0 < max_pixels < size * size:
+        raise ValueError(f"backbone {path!r}: its frames are always {size} x {size} pixels; "
+                         f"set max_pixels=0, got {max_pixels}")
+    # the checkpoint's own placeholder is no token; any id will do, its embedding is never seen
+    tokenizer.add_tokens(['<|video_pad|>'], special_tokens=True)
+
+    def pixels(frames):
+        clips = [square_frames(f, size) for f in frames]                       # [T, 3, S, S] each
+        num_frames = [len(c) for c in clips]
+        n_tokens = [TOKENS * len(clip_lengths([n])) for n in num_frames]
+        return {'pixel_values': torch.cat(clips), 'num_frames': torch.tensor(num_frames)}, n_tokens
+
+    def tower(inputs):
+        return model.vision_features(inputs['pixel_values'], inputs['num_frames']).flatten(0, 1)
+
+    return Backbone(
+        family='videochat_flash', path=path, model=model, decoder=model.model, tokenizer=tokenizer,
+        layers=model.model.layers, norm=model.model.norm, embed=model.model.embed_tokens,
+        lora_regex=(rf'model\.layers\.\d+\.({LLM_LINEARS})|model\.mm_projector\.mlp\.(0|2)'),
+        chat=('<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n'
+              '<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n'),
+        vision=lambda n: '<|video_pad|>' * n, vision_token='<|video_pad|>', pixels=pixels,
+        positions=running_positions, pixel_rows=lambda inputs: inputs['num_frames'], tower=tower,
+        project=model.model.project, token_types=True)
 
 
 def clip(path, max_pixels, **kw):
@@ -780,6 +817,7 @@ def in_words(n):
 # model_type in config.json -> its function
 FAMILIES = {
     'qwen2_vl': qwen2_vl,
+    'videochat_flash_qwen': videochat_flash,
     'qwen2_5_vl': qwen2_5_vl,
     'qwen3_vl': qwen3_vl,
     'internvl': internvl,

@@ -28,6 +28,8 @@ train_rounds = 3        # grad_cache, matching, slq: rounds
 chunks = (4, 1)         # grad_cache: chunk sizes
 data = 'data/demo'      # loader: its val.jsonl and videos/; backbones/tiny-qwen2-vl for encode
 clips = 50              # loader: how many of them
+decode_frames = 12      # decode: frames per clip
+decode_seconds = 30     # decode: length of the clips, 640x360 at 25 frames per second
 pairs = 1000            # matching: texts and videos
 # end of settings
 
@@ -56,12 +58,14 @@ import backbones
 import data as datalib
 import eval as evaluation
 import train
+import video
 from checkpoint import describe
 from model_mars import MARS, MARSConfig
 from model_pha import PHAConfig, PHANet, dpc_knn, merge
 from model_slq import SLQ, SLQConfig
 
 GOAL = 1.10  # encoding may cost 10% more than the bare backbone, in time and in memory
+DECODE_GOALS = {'OpenCV, all frames': 5.0, 'bare decord': 0.9}  # times as fast as these
 SLQ_GOALS = {'faster than plain': 1.8, 'faster than plain with checkpointing': 2.6,
              'less memory than plain': 4.0}  # of the prefix-cache step, at L about 280 and N = 20
 MIB = 2 ** 20
@@ -359,7 +363,7 @@ def slq(cfg, device, path, name):
 
 
 def loader(cfg, device):
-    """Reading clips: decord, PyAV, and the frame cache, in one process."""
+    """Reading clips: PyAV with and without its process, decord, and the frame cache."""
     path, root = os.path.join(cfg.data, 'val.jsonl'), os.path.join(cfg.data, 'videos')
     if not os.path.isfile(path) or not os.path.isdir(root):
         return {'skipped': f"{path} or {root} is missing; run `python data/demo/prepare.py` first"}
@@ -369,11 +373,10 @@ def loader(cfg, device):
             videos = datalib.Videos(items, root, cfg.num_frames, **how)
             return lambda: [videos[i] for i in range(len(videos))]
 
-        variants = {'auto': variant(), 'PyAV': variant(reader='pyav'),
-                    'decord': variant(reader='decord'), 'frame cache': variant(frame_cache=cache)}
-        if importlib.util.find_spec('decord') is None:
-            print("\nloader: decord is not installed here, so it is left out and auto is PyAV")
-            del variants['decord']
+        variants = {'PyAV': variant(), 'PyAV, no deadline': variant(video_timeout=0),
+                    'frame cache': variant(frame_cache=cache)}
+        if importlib.util.find_spec('decord'):
+            variants['decord'] = variant(reader='decord')
         rows = compare(variants, cfg.rounds, device, memory=False)
     for row in rows:
         row['items_per_s'] = 1e3 * len(items) / row['ms']
@@ -381,6 +384,80 @@ def loader(cfg, device):
     show(f"loader: {case}", rows)
     print("  clips/s: " + ", ".join(f"{r['variant']} {r['items_per_s']:.0f}" for r in rows))
     return {'cases': [{'case': case, 'rows': rows}]}
+
+
+def render(path, n, gop, seed=0):
+    """n frames of 640x360: a texture that moves, a square that crosses it, noise. x264's defaults
+    but for the distance of keyframes."""
+    import av
+    rng = np.random.default_rng(seed)
+    h, w = 360, 640
+    texture = rng.integers(0, 256, (h // 8 + 40, w // 8 + 140, 3), np.uint8)
+    texture = texture.repeat(8, 0).repeat(8, 1)
+    with av.open(path, 'w') as out:
+        s = out.add_stream('libx264', rate=25)
+        s.width, s.height, s.pix_fmt, s.options = w, h, 'yuv420p', {'g': str(gop)}
+        for i in range(n):
+            x, y = int(1.2 * i) % 1000, int(120 + 100 * np.sin(i / 40))
+            frame = texture[y:y + h, x:x + w].astype(np.int16)
+            frame[150:210, 5 * i % 580:5 * i % 580 + 60] = 255, 40, 20
+            frame += rng.integers(-6, 7, frame.shape, np.int16)
+            frame = frame.clip(0, 255).astype(np.uint8)
+            out.mux(s.encode(av.VideoFrame.from_ndarray(frame, format='rgb24')))
+        out.mux(s.encode())
+
+
+def opencv_frames(path, T):
+    """CLIP4Clip's way, to read all and to sample then; one thread, as a loader's worker has."""
+    import cv2
+    capture = cv2.VideoCapture(path, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, 1])
+    frames, ok = [], True
+    while ok:
+        ok, frame = capture.read()
+        if ok:
+            frames.append(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB))
+    return np.stack([frames[(2 * i + 1) * len(frames) // (2 * T)] for i in range(T)])
+
+
+def decord_frames(path, T):
+    import decord
+    video = decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1)
+    return video.get_batch([(2 * i + 1) * len(video) // (2 * T) for i in range(T)]).asnumpy()
+
+
+def decode(cfg, device):
+    """Frames of a long clip: ours, bare decord, and all frames by OpenCV; the same pixels."""
+    others = {'OpenCV, all frames': (opencv_frames, 'cv2', 'opencv-python-headless'),
+              'bare decord': (decord_frames, 'decord', 'decord')}
+    for name, (_, module, package) in list(others.items()):
+        if importlib.util.find_spec(module) is None:
+            print(f"\ndecode: without {name}; pip install {package}")
+            del others[name]
+    cases, T = [], cfg.decode_frames
+    with tempfile.TemporaryDirectory() as folder:
+        for gop in (250, 30):
+            path = os.path.join(folder, f'{gop}.mp4')
+            render(path, 25 * cfg.decode_seconds, gop)
+            process = video.Process(60)
+            variants = {'ours': lambda: process.call('decode', path, T)[0],
+                        'ours, no deadline': lambda: video.decode(path, T)[0],
+                        **{n: partial(run, path, T) for n, (run, _, _) in others.items()}}
+            want = variants['ours']()
+            off = {n: np.abs(run().astype(int) - want).max() for n, run in variants.items()}
+            if max(off.values()) > 3:
+                raise ValueError(f"decode: the ways differ by {off}, so the comparison is void")
+            rows = compare(variants, cfg.rounds, device, memory=False)
+            case = (f"{T} frames of {cfg.decode_seconds} s of 640x360 H.264, a keyframe every "
+                    f"{gop} frames; pixels within {max(off.values())}")
+            show(f"decode: {case}", rows)
+            for r in rows:
+                goal = DECODE_GOALS.get(r['variant'])
+                if goal:
+                    met = 'met' if r['time_ratio'] >= goal else 'NOT met'
+                    print(f"  ours is {r['time_ratio']:.2f} times as fast as {r['variant']} (goal "
+                          f"{goal}: {met})")
+            cases.append({'case': case, 'rows': rows})
+    return {'goals': DECODE_GOALS, 'cases': cases}
 
 
 def pha_model(device):
@@ -499,8 +576,8 @@ def clustering(cfg, device):
     return {'cases': cases}
 
 
-BENCHES = {'encode': encode, 'grad_cache': grad_cache, 'loader': loader, 'matching': matching,
-           'clustering': clustering, 'slq': slq}
+BENCHES = {'encode': encode, 'grad_cache': grad_cache, 'loader': loader, 'decode': decode,
+           'matching': matching, 'clustering': clustering, 'slq': slq}
 
 # -----------------------------------------------------------------------------
 # the run
@@ -511,7 +588,7 @@ def main(cfg):
     if unknown:
         raise ValueError(f"only: there is no bench '{unknown[0]}'; there are {', '.join(BENCHES)}")
     for key in ('rounds', 'train_rounds', 'batch', 'demo_batch', 'num_frames', 'train_frames',
-                'clips', 'layers', 'pairs'):
+                'clips', 'layers', 'pairs', 'decode_frames', 'decode_seconds'):
         if getattr(cfg, key) < 1:
             raise ValueError(f"{key} is {getattr(cfg, key)}, the least is 1")
     if cfg.train_batch < 2 or cfg.hidden % 32 or cfg.hidden < 32 or min(cfg.chunks, default=1) < 1:

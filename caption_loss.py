@@ -24,7 +24,7 @@ video_root: str | None = None      # folder of the videos; "": <data>/videos
 eval_batch_size: int | None = None # clips per forward pass
 num_workers: int | None = None     # loader processes
 frame_cache: str | None = None     # folder for decoded frames
-on_bad_video: str | None = None    # an unreadable video: raise, or skip it and its captions
+on_bad_video: str | None = None    # raise, or skip an unreadable video and its captions
 num_frames: int | None = None      # frames per video; prints a warning when it differs
 backbone: str | None = None        # where the backbone is now, if it has moved
 # end of settings
@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import eval as evaluation
-from data import Item, Videos, load_annotations, make_loader
+from data import Item, Videos, load_annotations, make_loader, reading
 
 
 class Asked:
@@ -74,8 +74,7 @@ def caption_loss(backbone, inputs):
 def measure(backbone, items, cfg, prompt, device="cpu", autocast=torch.no_grad):
     """{"nats per token", "tokens right" in percent, "tokens", "captions"} over all the captions."""
     root = cfg.video_root or os.path.join(cfg.data, "videos")
-    videos = Videos(items, root, cfg.num_frames, sampler=cfg.sampler, size=cfg.frame_size,
-                    frame_cache=cfg.frame_cache, on_bad_video=cfg.on_bad_video)
+    videos = Videos(items, root, cfg.num_frames, **reading(cfg))
     n = cfg.eval_batch_size
     batches = [list(range(len(items)))[i:i + n] for i in range(0, len(items), n)]
     loader = make_loader(videos, batches, Asked(backbone, prompt, items), cfg.num_workers)

@@ -1,23 +1,22 @@
 """
-From files on disk to Samples: annotations, frames, the order of training steps, the loader.
+From files on disk to Samples: annotations, data sets, the order of training steps, the loader.
 
     train.jsonl: {"id", "video", "captions": [...]} per line
       load_annotations -> [Item] -> Pairs (training) | Texts, Videos (evaluation)
-      worker: decode -> Sample(id, caption, frames uint8 [T, H, W, 3]) -> collate (the model's)
+      worker: video.decode in a child process, with a deadline -> Sample(id, caption, frames uint8
+      [T, H, W, 3]) -> collate (the model's)
 
-Frame indices count the frames that decode, in the order the decoder hands them out, for every
-reader. decord (no release since 2021) is asked only for files whose header says that it is right
-on them (`decord_is_right`); all others, and all that it fails on, are read with PyAV. Where both
-are right they give the same pixels, bit for bit, upright. An image is a video of one frame.
+    $ python data.py check --data msrvtt     # tries every video before a run meets the bad ones
 
-Not here on purpose: augmentation, normalisation and the backbone's own resize (its processor's).
+An image is a video of one frame. Not here on purpose: augmentation, normalisation and the
+backbone's own resize (its processor's).
 """
-import gc
+import argparse
+import collections
 import glob
 import hashlib
-import importlib.util
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
@@ -25,6 +24,9 @@ import unicodedata
 from dataclasses import dataclass, field
 
 import numpy as np  # and torch where it is used, so that a missing file is told of at once
+
+import video
+from video import SAMPLERS, BadVideo, check_names, read_frames, resize  # noqa: F401  for others
 
 
 @dataclass
@@ -42,14 +44,6 @@ class Sample:
     frames: np.ndarray | None = field(default=None, repr=False)  # uint8 [T, H, W, 3]
     index: int = 0  # number of the video inside its split
     error: str | None = None  # evaluation with on_bad_video=skip: why frames is None
-
-
-class BadVideo(ValueError):
-    """One line: which file, its codec if known, why it cannot be read, what to do."""
-
-    def __init__(self, message):
-        # a loader's worker hands its error over as a whole formatted traceback: keep the last line
-        super().__init__(message.strip().splitlines()[-1].split("BadVideo: ")[-1])
 
 
 # -----------------------------------------------------------------------------
@@ -126,279 +120,23 @@ def visible(text):
 
 
 # -----------------------------------------------------------------------------
-# samplers: (n decodable frames, T wanted) -> T indices, never decreasing; n < T repeats frames
-
-def uniform(n, T):
-    """Middle of T equal segments: floor((i + 1/2) * n / T). The default; MARS says "16 frames"."""
-    return (2 * np.arange(T) + 1) * n // (2 * T)
-
-
-def linspace(n, T):
-    """BLiM's: np.linspace(0, n - 2, T) cut to integers; the last frame is never taken."""
-    return np.linspace(0, max(n - 2, 0), T, dtype=int)
-
-
-SAMPLERS = {"uniform": uniform, "linspace": linspace}
-
-
-# -----------------------------------------------------------------------------
-# frames
-
-def read_frames(path, num_frames, sampler="uniform", reader="auto", size=0):
-    """
-    uint8 [T, H, W, 3], upright RGB. size > 0: the shorter side becomes size (antialiased bicubic,
-    frame by frame while decoding), 0 keeps the native size. Raises BadVideo. A file of which only
-    a part decodes is read from that part, and named on stderr. reader: auto is right on all we
-    have met; pyav gives the same, slower on long files; decord is that one alone, for comparison.
-    """
-    frames, partial = decode(path, num_frames, sampler, reader, size)
-    if partial:
-        print(f"warning: {path} is partial: {partial}", file=sys.stderr, flush=True)
-    return frames
-
-
-def decode(path, num_frames, sampler="uniform", reader="auto", size=0):
-    """-> (frames, None or a sentence saying what is missing)"""
-    check_names(sampler, reader)
-    pick, head = SAMPLERS[sampler], None
-    try:
-        if os.path.isdir(path):
-            raise ValueError("it is a folder, not a file")
-        if not os.path.isfile(path):
-            raise ValueError("no such file")
-        if os.path.getsize(path) == 0:
-            raise ValueError("the file is empty (0 bytes)")
-        if reader == "decord":
-            return decode_decord(path, num_frames, pick, size), None
-        head = scan(path)
-        if reader == "auto" and decord_is_right(head):
-            try:
-                return decode_decord(path, num_frames, pick, size, head.packets), head.partial()
-            except Exception:  # RuntimeError, DECORDError, IndexError, no decord at all: use PyAV
-                pass
-        return decode_pyav(path, num_frames, pick, size, head)
-    except Exception as e:  # PyAV's errors share no base class with decord's
-        codec = f" (codec {head.codec})" if head else ""
-        reason = (getattr(e, "strerror", None) or str(e) or type(e).__name__).strip()
-        if type(e).__name__ == "InvalidDataError":
-            reason = f"it is no video, or cut off before its index ({reason})"
-        raise BadVideo(f"cannot read {path}{codec}: {reason}; replace or re-encode it (H.264), "
-                       f"or set on_bad_video=skip") from None
-
-
-def check_names(sampler, reader):
-    if sampler not in SAMPLERS:
-        raise ValueError(f"sampler {sampler!r} is not one of {', '.join(SAMPLERS)}")
-    if reader not in ("auto", "decord", "pyav"):
-        raise ValueError(f"reader {reader!r} is not one of auto, decord, pyav")
-    module = "decord" if reader == "decord" else "av"
-    if module not in sys.modules and importlib.util.find_spec(module) is None:
-        raise ValueError(f"reader={reader} needs the package {module}: pip install {module}")
-
-
-@dataclass
-class Head:
-    """What a file says before it is decoded; packets are the compressed frames."""
-    codec: str
-    format: str
-    promised: int = 0     # frames by the header, less those an edit list hides; 0: it does not say
-    packets: int = 0      # that are really there, hidden ones not counted
-    hidden: int = 0
-    damaged: int = 0
-    closed: bool = True   # nothing between two keyframes is shown before the first of them
-    end: float = 0.0      # time stamp of the last packet, seconds
-    duration: float = 0.0
-    plain: bool = False   # 8-bit 4:2:0 frames of even size, progressive, not mirrored, up to 4K
-    mirrored: bool = False  # upright = flipped top to bottom if mirrored, then turned
-    turns: int = 0        # by so many quarters, counter-clockwise
-    only: object = None   # the frame [H, W, 3] itself, if it is the only one (an image)
-
-    def partial(self, decoded=None, errors=0):
-        """None if all is there, else what is missing. Other headers than mp4's may be off by 1."""
-        n = self.packets if decoded is None else decoded
-        if errors or self.damaged or n < self.promised - ("mp4" not in self.format):
-            return f"{n} of {max(self.promised, self.packets)} frames decode"
-        if not self.promised and self.end < 0.9 * self.duration - 1:
-            return f"the frames end at {self.end:.1f} s of {self.duration:.1f} s"
-        return None
-
-
-def video_stream(container):
-    import av
-    s = container.streams.best("video")
-    if s is None:
-        raise ValueError("it has no video stream, only audio" if container.streams.audio else
-                         "it is no video, or cut off before its index (no video stream)")
-    if s.disposition & av.stream.Disposition.attached_pic:
-        raise ValueError("it has no video stream, only audio with a cover picture")
-    if s.codec_context is None:
-        raise ValueError("PyAV has no decoder for its codec")
-    # 2, not 1: with one thread FFmpeg paints over damaged H.264 differently than with any other
-    # number, and not more: the loader's workers are the parallelism
-    s.codec_context.thread_type, s.codec_context.thread_count = "SLICE", 2
-    return s
-
-
-def packets(container, stream):
-    """Packets until the end or the first one that cannot be fetched (then None comes last)."""
-    import av
-    try:
-        yield from container.demux(stream)
-    except av.error.FFmpegError:
-        yield None
-
-
-def frames_of(packet):
-    """-> frames of one packet, or None if it is damaged."""
-    import av
-    try:
-        return packet.decode()
-    except av.error.FFmpegError:
-        return None
-
-
-def scan(path):
-    """Reads all packet headers and decodes one frame: about 2% of the time of decoding the file."""
-    import av
-    with av.open(path, metadata_errors="ignore") as c:
-        s = video_stream(c)
-        head, first = Head(s.codec_context.name, c.format.name), None
-        shown, keys = [], []
-        for p in packets(c, s):
-            if p is None or p.is_corrupt:
-                head.damaged += 1
-            if first is None and p is not None:
-                first = next(iter(frames_of(p) or []), None)
-            if p is not None and p.size:
-                head.hidden += p.is_discard
-                if not p.is_discard:
-                    keys.append(p.is_keyframe)
-                    shown.append(p.pts)
-        head.packets = len(shown)
-        # an mp4's index lacks what an edit list cut off before the keyframe; its count does not
-        head.promised = len(s.index_entries) if "mp4" in head.format else s.frames
-        head.promised = max(head.promised - head.hidden, 0)
-        head.closed = closed_gops(shown, keys)
-        head.end = float(max((t for t in shown if t is not None), default=0) * s.time_base)
-        head.duration = (c.duration or 0) / av.time_base
-    if first is not None:
-        w, h = first.width, first.height
-        head.turns, head.mirrored = orientation(first)
-        head.plain = (first.format.name in ("yuv420p", "yuvj420p") and not first.interlaced_frame
-                      and w % 2 == h % 2 == 0 and w * h <= 4096 * 2304 and not head.mirrored)
-        if head.packets == 1 and not head.damaged:
-            head.only = to_rgb(first, head).copy()  # not a view that keeps the frame
-        del first
-        gc.collect(1)  # a frame asked for its side data is in a reference cycle: megabytes each
-    return head
-
-
-def closed_gops(shown, keys):
-    """Every keyframe has the same place in the file (shown: time stamps in that order) as on
-    screen, so decoding can start there without showing frames that belong to the part before."""
-    if None in shown or len(set(shown)) < len(shown) or not keys or not keys[0]:
-        return False
-    place = {t: i for i, t in enumerate(sorted(shown))}
-    return all(place[t] == i for i, t in enumerate(shown) if keys[i])
-
-
-def orientation(frame):
-    """-> (turns, mirrored) as in Head, from the display matrix"""
-    try:
-        m = np.frombuffer(frame.side_data["DISPLAYMATRIX"], np.int32).astype(float)
-        mirrored = m[0] * m[4] < m[1] * m[3]
-    except (KeyError, ValueError):  # none; or a kind that PyAV has no name for (a photo's EXIF)
-        mirrored = False
-    return round(frame.rotation / 90) % 4, bool(mirrored)
-
-
-def decord_is_right(head):
-    """
-    Where decord 0.6 hands out the same frames as decoding everything does. Elsewhere it is silently
-    wrong: open GOPs and field-coded video (other frames than asked), edit lists (counts hidden
-    frames), more than 8 bits and odd sizes (other colours), mirrored video. It fails on AV1, and
-    holds a gigabyte for one 8K clip. Damage that no header tells of it may pass over in silence, or
-    not come across; reader=pyav decodes all and reports it.
-    """
-    return (head.plain and head.codec in ("h264", "hevc", "vp9") and head.closed
-            and head.format.startswith(("mov,", "matroska,")) and not head.damaged
-            and not head.hidden and head.promised in (0, head.packets))
-
-
-def decode_decord(path, T, pick, size, expected=None):
-    import torch  # noqa: F401  decord has to come after it
-    import decord  # only in the process that reads
-    decord.logging.set_level(decord.logging.QUIET)
-    video = decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1)
-    if expected is not None and len(video) != expected:
-        raise RuntimeError(f"decord counts {len(video)} frames, the file has {expected}")
-    index = pick(len(video), T)
-    frames = {}
-    for i in sorted(set(index.tolist())):
-        frame = video[i].asnumpy()
-        if frame.shape[2] != 3:  # widths up to 32: rows with their padding
-            raise RuntimeError(f"decord returns a frame of shape {frame.shape}")
-        frames[i] = resize(frame, size)
-    return np.stack([frames[i] for i in index.tolist()])
-
-
-def decode_pyav(path, T, pick, size, head):
-    if head.only is not None:
-        return np.stack([resize(head.only, size)] * T), head.partial()
-    n = max(head.packets, 1)
-    frames, decoded, errors = pyav_frames(path, set(pick(n, T).tolist()), size, head)
-    if decoded == 0:
-        raise ValueError("no frame decodes")
-    if decoded != n:  # sample again inside the range that does decode
-        frames, n, errors = pyav_frames(path, set(pick(decoded, T).tolist()), size, head)
-    return np.stack([frames[i] for i in pick(n, T).tolist()]), head.partial(n, errors)
-
-
-def pyav_frames(path, wanted, size, head):
-    """-> ({index: frame}, how many decode, how many packets do not); always reads to the end."""
-    import av
-    frames, n, errors, shape = {}, 0, 0, None
-    with av.open(path, metadata_errors="ignore") as c:
-        for p in packets(c, video_stream(c)):
-            got = None if p is None else frames_of(p)
-            errors += got is None
-            for f in got or []:
-                if n in wanted:
-                    frames[n] = resize(to_rgb(f, head), size, shape)
-                    shape = frames[n].shape[:2]  # a stream may change its size on the way
-                n += 1
-    return frames, n, errors
-
-
-def to_rgb(frame, head):
-    rgb = frame.to_ndarray(format="rgb24")  # [H, W, 3]
-    return np.rot90(rgb[::-1] if head.mirrored else rgb, head.turns)
-
-
-def resize(frame, size, shape=None):
-    """[H, W, 3] uint8 -> shorter side = size, or exactly shape; a contiguous copy in any case."""
-    h, w = frame.shape[:2]
-    if max(h, w) > 200 * min(h, w):  # the backbones' limit; here on_bad_video may skip it
-        raise ValueError(f"a frame of {w}x{h} is too thin: the longer side may be at most 200 "
-                         "times the other")
-    if shape is None and size:
-        shape = tuple(max(1, round(x * size / min(h, w))) for x in (h, w))
-    if shape is None or shape == (h, w):
-        return np.ascontiguousarray(frame)
-    import torch
-    x = torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1)[None]  # [1, 3, H, W]
-    x = torch.nn.functional.interpolate(x, shape, mode="bicubic", antialias=True)
-    return np.ascontiguousarray(x[0].permute(1, 2, 0).numpy())
-
-
-# -----------------------------------------------------------------------------
 # datasets
+
+def reading(cfg):
+    """The settings that say how videos are read, as Pairs and Videos want them. What is skipped or
+    read in part is listed in the run's folder."""
+    return dict(sampler=cfg.sampler, size=cfg.frame_size, reader=cfg.reader,
+                frame_cache=cfg.frame_cache, on_bad_video=cfg.on_bad_video,
+                min_decoded=cfg.min_decoded, video_timeout=cfg.video_timeout,
+                bad_list=os.path.join(cfg.out_dir, "bad_videos.tsv"))
+
 
 class Clips:
     """The videos of a split: policy for bad files, frame cache. Shared by Pairs and Videos."""
 
-    def __init__(self, items, video_root, num_frames, sampler="uniform", size=0, reader="auto",
-                 frame_cache="", on_bad_video="raise"):
+    def __init__(self, items, video_root, num_frames, sampler="uniform", size=0, reader="pyav",
+                 frame_cache="", on_bad_video="raise", min_decoded=0.9, video_timeout=60.0,
+                 bad_list=""):
         if on_bad_video not in ("raise", "skip"):
             raise ValueError(f"on_bad_video {on_bad_video!r} is not one of raise, skip")
         check_names(sampler, reader)
@@ -407,7 +145,8 @@ class Clips:
                                     f"videos are")
         self.items, self.video_root, self.on_bad_video = items, video_root, on_bad_video
         self.how = (num_frames, sampler, reader, size)
-        self.frame_cache = frame_cache
+        self.min_decoded, self.process = min_decoded, video.Process(video_timeout)
+        self.frame_cache, self.bad_list = frame_cache, bad_list
         self.vision = None  # a vision_cache.VisionCache, whose Videos then stand for the frames
         self.bad = {}  # video -> reason, of this process
         self.named = multiprocessing.Array("B", len(items))  # of all workers: 1 partial, 2 bad
@@ -424,27 +163,39 @@ class Clips:
             if self.on_bad_video == "raise":
                 raise
             self.bad[i] = str(e)
-            self.name(i, 2, f"skipped: {e}")
+            self.name(i, 2, "skipped", f"skipped: {e}", str(e))
             return None, self.bad[i]
         if partial:
-            self.name(i, 1, f"warning: {path} is partial: {partial}")
+            self.name(i, 1, "partial", f"warning: {path} is partial: {partial}", partial)
         return frames, None
 
-    def name(self, i, what, line):
+    def name(self, i, what, state, line, why):
+        """Once per video of a run: a line on stderr, and one in bad_list."""
         with self.named.get_lock():
             new, self.named[i] = self.named[i] != what, what
-        if new:
+            if not new:
+                return
             print(line, file=sys.stderr, flush=True)
+            if self.bad_list:
+                row = f"{state}\t{self.items[i].id}\t{self.items[i].video}\t{why}\n"
+                # other ranks and earlier parts of a resumed run write there, too
+                with open(self.bad_list, "a+", encoding="utf-8") as f:
+                    f.seek(0)
+                    if row not in f.read():
+                        f.write(row)
 
     def skipped(self):
         """Ids of the videos found unreadable so far, by any worker of this process."""
         return [item.id for item, what in zip(self.items, self.named[:]) if what == 2]
 
+    def decode(self, path):
+        return self.process.call("decode", path, *self.how, self.min_decoded)
+
     def cached(self, path):
         if not self.frame_cache or not os.path.isfile(path):
-            return decode(path, *self.how)
+            return self.decode(path)
         st = os.stat(path)
-        key = repr(("1", os.path.abspath(path), st.st_size, st.st_mtime_ns, self.how))
+        key = repr(("2", os.path.abspath(path), st.st_size, st.st_mtime_ns, self.how))
         name = os.path.join(self.frame_cache, hashlib.sha1(key.encode()).hexdigest() + ".npy")
         try:
             frames = np.load(name, allow_pickle=False)
@@ -452,7 +203,7 @@ class Clips:
                 return frames, None
         except (OSError, ValueError, EOFError):  # not there yet, or cut short: make it again
             pass
-        frames, partial = decode(path, *self.how)
+        frames, partial = self.decode(path)
         if partial is None:  # so that a partial file is named in every run
             temporary = f"{name}.{os.getpid()}.tmp"
             try:
@@ -571,3 +322,171 @@ def init_worker(worker):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked tokenizer would warn or lock up
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # ctrl-C is the parent's, which ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)    # not the handler that is forked along
+
+
+# -----------------------------------------------------------------------------
+# python data.py check
+
+NO_VIDEO = (".json", ".jsonl", ".txt", ".md", ".csv", ".tsv", ".py", ".npy", ".srt", ".vtt")
+
+
+def check(data, video_root="", out="", workers=0, video_timeout=60.0, min_decoded=0.9):
+    """
+    Decodes every frame of every video of a data set: those its .jsonl files name, or without these
+    all files of the folder. Each result is a line of <out>.jsonl at once; a video whose result is
+    there, and whose size and date are the same, is not tried again. -> (rows, how many are refused)
+    """
+    from tqdm import tqdm
+    data = data if os.path.isdir(data) or not os.path.isdir(f"data/{data}") else f"data/{data}"
+    paths = videos_of(data, video_root)
+    out = out or os.path.join(data, "check")
+    done = earlier_rows(f"{out}.jsonl")
+    rows = [done[p] for p in paths if p in done and done[p]["stamp"] == stamp_of(p)]
+    have = {r["path"] for r in rows}
+    todo = [p for p in paths if p not in have]
+    children = [video.Process(video_timeout) for _ in range(min(workers or cores(), len(todo)))]
+    with open(f"{out}.jsonl", "a+b") as f, tqdm(
+            total=len(paths), initial=len(rows), desc="check", unit="video") as bar:
+        if f.tell():
+            f.seek(-1, os.SEEK_END)
+            f.write(b"\n" * (f.read(1) != b"\n"))  # a killed check's last line
+        for row in all_answers(children, todo):
+            f.write(as_line(row).encode())
+            f.flush()
+            rows.append(row)
+            bar.update()
+    rows.sort(key=lambda r: r["path"])
+    with open(f"{out}.jsonl.tmp", "w", encoding="utf-8") as f:  # each once, and in order
+        f.writelines(map(as_line, rows))
+    os.replace(f"{out}.jsonl.tmp", f"{out}.jsonl")
+    refused = [r for r in rows if r["share"] < min_decoded]
+    text = report(data, rows, refused, min_decoded)
+    with open(f"{out}.txt", "w", encoding="utf-8", errors="backslashreplace") as f:
+        f.write(text)
+    print(text + f"written to {out}.txt, every video to {out}.jsonl")
+    return rows, len(refused)
+
+
+def as_line(row):
+    return json.dumps(row) + "\n"  # names that are no UTF-8 pass as they are escaped
+
+
+def cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def videos_of(data, video_root=""):
+    """Paths, each once: what annotations in the folder `data` name, else the files below it."""
+    if not os.path.isdir(data):
+        raise FileNotFoundError(f"data {data!r} is no folder, and there is no data/{data} either")
+    # names of splits only: this function's own report is a .jsonl, too
+    lists = [os.path.join(data, f"{s}.jsonl") for s in ("train", "val", "test")]
+    lists = [path for path in lists if os.path.isfile(path)]
+    if lists:
+        root = video_root or os.path.join(data, "videos")
+        return sorted({os.path.join(root, i.video) for path in lists
+                       for i in load_annotations(path)})
+    found = [os.path.join(folder, name) for folder, _, names in os.walk(video_root or data)
+             for name in names if not name.startswith(".") and not name.lower().endswith(NO_VIDEO)]
+    if not found:
+        raise FileNotFoundError(f"{video_root or data} holds no videos, and {data} no train.jsonl, "
+                                "val.jsonl or test.jsonl")
+    return sorted(found)
+
+
+def stamp_of(path):
+    try:
+        st = os.stat(path)
+        return [st.st_size, st.st_mtime_ns]
+    except OSError:
+        return None
+
+
+def earlier_rows(path):
+    rows = {}
+    if os.path.isfile(path):
+        with open(path, encoding="utf-8") as f:
+            for line in f:
+                try:
+                    row = json.loads(line)
+                    rows[row["path"]] = {"stamp": None, "share": 0.0, **row}
+                except (ValueError, KeyError, TypeError):  # the last line of a killed check
+                    pass
+    return rows
+
+
+def all_answers(children, todo):
+    """One row per path, in the order in which they come; each child has one video at a time."""
+    todo, busy = collections.deque(todo), {}
+    while todo or busy:
+        for child in children:
+            if todo and child not in busy:
+                busy[child] = todo.popleft()
+                child.ask("examine", busy[child])
+        ready = [c for c in busy if c.ready()]
+        if not ready:
+            multiprocessing.connection.wait([c.pipe for c in busy],
+                                            min(c.seconds_left() for c in busy))
+        for child in ready:
+            path = busy.pop(child)
+            try:
+                row = {"stamp": stamp_of(path), **child.answer()}
+            except BadVideo as e:  # it took too long; the next check may have more patience
+                row = {"stamp": "", "state": "broken", "share": 0.0,
+                       "why": video.reason_of(e, path)}
+            yield {"path": path, **row}
+
+
+def report(data, rows, refused, min_decoded):
+    """What a person wants to know, as text."""
+    count = collections.Counter(r["state"] for r in rows)
+    out = [f"{data}: {len(rows)} videos, {count['readable']} readable, {count['partial']} partial, "
+           f"{count['broken']} broken; {len(refused)} are refused (min_decoded={min_decoded})"]
+    good = [r for r in rows if r["state"] != "broken"]
+    for title, of in (("codec", lambda r: r["codec"]), ("container", lambda r: r["container"]),
+                      ("size", lambda r: f"{r['width']}x{r['height']}")):
+        tally = collections.Counter(map(of, good)).most_common()
+        more = f", {len(tally) - 8} others" if len(tally) > 8 else ""
+        out.append(f"{title}: " + ", ".join(f"{k} {n}" for k, n in tally[:8]) + more)
+    if good:
+        out.append(f"variable frame rate: {sum(r['variable'] for r in good)}; "
+                   f"{sum(r['seconds'] for r in good) / 3600:.2f} hours in all")
+        out += histogram([r["seconds"] for r in good], "seconds")
+    bad = [r for r in rows if r["state"] != "readable"]
+    out += [f"{r['state']}: {r['path']}: {r['why']}" for r in bad[:50]]
+    if len(bad) > 50:
+        out.append(f"... and {len(bad) - 50} more")
+    return "\n".join(out) + "\n"
+
+
+def histogram(values, unit, bins=8, width=40):
+    """Lines of text; the edges are equal steps between the least and the largest value."""
+    counts, edges = np.histogram(values, bins)
+    return [f"{a:8.1f} .. {b:8.1f} {unit} {n:7d} {'#' * -(-width * n // max(counts))}"
+            for a, b, n in zip(edges, edges[1:], counts)]
+
+
+def main(args):
+    p = argparse.ArgumentParser(prog="data.py", description=__doc__.split("\n\n")[0])
+    sub = p.add_subparsers(dest="command", required=True)
+    c = sub.add_parser("check", help="try every video of a data set", description=check.__doc__,
+                       formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    c.add_argument("--data", required=True, help="folder, or the name of one in data/")
+    c.add_argument("--video_root", default="", help="where the videos are; empty: <data>/videos")
+    c.add_argument("--out", default="", help="report's path, no ending; empty: <data>/check")
+    c.add_argument("--workers", type=int, default=0, help="processes; 0: as many as cores")
+    c.add_argument("--video_timeout", type=float, default=60.0, help="seconds per video")
+    c.add_argument("--min_decoded", type=float, default=0.9,
+                   help="a video of which a smaller share decodes counts as refused")
+    args = vars(p.parse_args(args))
+    args.pop("command")
+    return 1 if check(**args)[1] else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (OSError, ValueError) as e:
+        sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+        sys.exit("stopped; what was checked is kept, start again to go on")

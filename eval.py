@@ -34,7 +34,11 @@ eval_batch_size: int | None = None # items per forward pass of a process
 num_workers: int | None = None     # loader processes
 frame_cache: str | None = None     # folder for decoded frames
 cache_vision: str | None = None    # folder for what the frozen vision tower makes of them
-on_bad_video: str | None = None    # an unreadable video: raise, or skip it and its captions
+on_bad_video: str | None = None    # raise, whatever training did; or skip a video that can't be
+                                   # read and its captions: the gallery is smaller then
+min_decoded: float | None = None   # share of its frames that has to decode
+video_timeout: float | None = None # seconds one video may take
+reader: str | None = None          # pyav or decord
 num_frames: int | None = None      # frames per video; prints a warning when it differs
 text_prompt: str | None = None     # the same
 video_prompt: str | None = None    # the same
@@ -116,7 +120,7 @@ from tqdm import tqdm
 
 import vision_cache
 from checkpoint import check_backbone, load_trainable, read, write_atomic
-from data import Texts, Videos, load_annotations, make_loader
+from data import Texts, Videos, load_annotations, make_loader, reading
 
 PROTOCOLS = ("best", "group")      # of V2T, see the setting v2t
 METRICS = ("R@1", "R@5", "R@10", "MdR", "MnR", "RSum")
@@ -377,8 +381,7 @@ def encode_split(model, items, cfg, split, **how):
     a, b, a with owner [0, 0, 1], `text` holds a and b, and row is [0, 1, 0].
     """
     root = cfg.video_root or os.path.join(cfg.data, "videos")
-    videos = Videos(items, root, cfg.num_frames, sampler=cfg.sampler, size=cfg.frame_size,
-                    frame_cache=cfg.frame_cache, on_bad_video=cfg.on_bad_video)
+    videos = Videos(items, root, cfg.num_frames, **reading(cfg))
     videos.clips.vision = vision_cache.attach(model, cfg)
     how |= dict(batch_size=cfg.eval_batch_size, num_workers=cfg.num_workers,
                 source=f"{os.path.join(cfg.data, split)}.jsonl (videos in {root})")
@@ -404,8 +407,8 @@ def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="
     """
     The result of one split as it stands in metrics.json, on every rank alike. dsl: temperature.
 
-    cfg: data, video_root, num_frames, sampler, frame_size, frame_cache, on_bad_video, num_workers,
-    eval_batch_size, and what the model calls its prompts.
+    cfg: data, video_root, num_frames, what data.reading wants, num_workers, eval_batch_size, and
+    what the model calls its prompts.
     """
     if v2t not in PROTOCOLS:
         raise ValueError(f"v2t must be one of {', '.join(PROTOCOLS)}, not {v2t!r}")
@@ -561,10 +564,11 @@ def load_settings(args, say=print):
     settings = with_defaults(run_settings(step / "config.json"), step / "config.json")
     if args.data is not None and args.video_root is None:
         settings["video_root"] = ""
+    settings["on_bad_video"] = "raise"           # a smaller gallery has to be asked for
     other = {}                                   # what makes it another result than the run's own
     for key in ("data", "video_root", "eval_batch_size", "num_workers", "frame_cache",
-                "cache_vision", "on_bad_video", "num_frames", "text_prompt", "video_prompt",
-                "paragraph", "backbone"):
+                "cache_vision", "on_bad_video", "min_decoded", "video_timeout", "reader",
+                "num_frames", "text_prompt", "video_prompt", "paragraph", "backbone"):
         value = getattr(args, key, None)         # figures.py asks for fewer of them
         if value is None or value == settings.get(key):
             continue
@@ -574,9 +578,11 @@ def load_settings(args, say=print):
         if key in ("num_frames", "text_prompt", "video_prompt", "paragraph"):
             say(f"warning: {key} is {value!r} here and {settings.get(key)!r} in training; the "
                 "result is not the run's")
-        if key not in ("eval_batch_size", "num_workers", "frame_cache", "cache_vision"):
+        if key not in ("eval_batch_size", "num_workers", "frame_cache", "cache_vision",
+                       "video_timeout", "reader"):
             other[key] = value
         settings[key] = value
+    settings["out_dir"] = args.ckpt              # where the run is now
     return SimpleNamespace(**settings), step, other
 
 

@@ -36,7 +36,7 @@ video_root: str | None = None      # folder of the videos; "": <data>/videos
 eval_batch_size: int | None = None # items per forward pass
 num_workers: int | None = None     # loader processes
 frame_cache: str | None = None     # folder for decoded frames
-on_bad_video: str | None = None    # an unreadable video: raise, or skip it and its captions
+on_bad_video: str | None = None    # raise, or skip an unreadable video and its captions
 num_frames: int | None = None      # frames per video; prints a warning when it differs
 text_prompt: str | None = None     # the same
 video_prompt: str | None = None    # the same
@@ -303,7 +303,7 @@ def gather(args, wanted, explicit):
 def attention_of(model, item, cfg, layer, device):
     """One item's two heat maps, with the names of its words and the frames that the model saw."""
     path = os.path.join(cfg.video_root or os.path.join(cfg.data, "videos"), item.video)
-    how = (path, cfg.num_frames, cfg.sampler)
+    how = (path, cfg.num_frames, cfg.sampler, cfg.reader)
     batch = model.collate([Sample(item.id, item.captions[0],
                                   read_frames(*how, size=cfg.frame_size))])
     out = SimpleNamespace(id=item.id, frames=read_frames(*how, size=THUMB), maps={})
@@ -608,7 +608,7 @@ def queries_of(run, args, direction, ranks):
 def thumbs(run, v, n):
     item, cfg = run.items[run.kept[v]], run.cfg
     root = cfg.video_root or os.path.join(cfg.data, "videos")
-    return read_frames(os.path.join(root, item.video), n, cfg.sampler, size=THUMB)
+    return read_frames(os.path.join(root, item.video), n, cfg.sampler, cfg.reader, THUMB)
 
 
 def badge(fig, x, y, place, args, block):

@@ -25,11 +25,14 @@ paragraph = False        # join a video's captions to one text (DiDeMo, Activity
 train_split = 'train'    # <data>/<train_split>.jsonl is trained on
 val_split = 'val'        # the split that picks `best`
 select_on_test = False   # must be true to let val_split be 'test': optimistic numbers
-sampler = 'uniform'      # how frames are picked, see data.SAMPLERS
+sampler = 'uniform'      # how frames are picked in time, see video.py: uniform, fps3, first30, ...
+reader = 'pyav'          # what decodes: pyav, or decord, which refuses what it would get wrong
 frame_size = 0           # resize the shorter side of decoded frames to this; 0: as they are
 frame_cache = ''         # folder for decoded frames: each video is decoded once; empty: every time
 cache_vision = ''        # folder for what the frozen vision tower makes of each video, once; or ''
 on_bad_video = 'raise'   # an unreadable video: 'raise' stops, 'skip' takes the next pair and counts
+min_decoded = 0.9        # a video is unreadable if a smaller share of it decodes, else `partial`
+video_timeout = 60.0     # or if decoding takes longer, in seconds; 0: wait for ever
 num_workers = 4          # loader processes per rank; 0 loads in the training process
 # optimization
 batch_size = 320         # pairs in the global batch, over all processes: each has 319 negatives
@@ -84,7 +87,7 @@ from configurator import at_once, configure, one_line_errors
 
 def check_settings(cfg, world):
     """Whatever can be known to be wrong before anything is loaded. -> find_run's answer"""
-    from data import SAMPLERS, find_annotations  # numpy is imported, torch is not
+    from data import check_names, find_annotations  # numpy is imported, torch is not
     if cfg.batch_size % world:
         raise ValueError(f"batch_size {cfg.batch_size} is the global batch, and {world} processes "
                          "can't share it evenly")
@@ -108,11 +111,12 @@ def check_settings(cfg, world):
     lowest = {'log_every': 1, 'eval_batch_size': 1, 'batch_size': 2}
     for key in ('epochs', 'warmup_epochs', 'chunk_size', 'num_workers', 'save_every', 'max_steps',
                 'grad_clip', 'weight_decay', 'learning_rate', 'adam_eps', 'frame_size', 'seed',
-                'plan_gpus', *lowest):
+                'min_decoded', 'video_timeout', 'plan_gpus', *lowest):
         if not lowest.get(key, 0) <= getattr(cfg, key) < math.inf:
             raise ValueError(f"{key} is {getattr(cfg, key)}, the least is {lowest.get(key, 0)}")
-    if cfg.sampler not in SAMPLERS:
-        raise ValueError(f"sampler '{cfg.sampler}' is not one of {', '.join(SAMPLERS)}")
+    if cfg.min_decoded > 1:
+        raise ValueError(f"min_decoded is {cfg.min_decoded}, a share of frames is at most 1")
+    check_names(cfg.sampler, cfg.reader)
     more_is_better = dict.fromkeys(('R@1', 'R@5', 'R@10', 'RSum'), 0)
     pick({'t2v': more_is_better, 'v2t': more_is_better, 'SumR': 0}, cfg.select_metric)
     if cfg.plan:
@@ -477,9 +481,7 @@ def main(cfg):
     if len(train_items) < 2:
         raise ValueError(f"{cfg.data}/{cfg.train_split}.jsonl has {len(train_items)} video: a "
                          "contrastive loss needs at least 2, the others are the negatives")
-    pairs = datalib.Pairs(train_items, root, cfg.num_frames, sampler=cfg.sampler,
-                          size=cfg.frame_size, frame_cache=cfg.frame_cache,
-                          on_bad_video=cfg.on_bad_video)
+    pairs = datalib.Pairs(train_items, root, cfg.num_frames, **datalib.reading(cfg))
     per_epoch = len(pairs) // cfg.batch_size  # the last, shorter batch is dropped
     if per_epoch == 0:
         raise ValueError(f"{cfg.data}/{cfg.train_split}.jsonl has {len(pairs)} pairs, too few for "
@@ -623,7 +625,7 @@ def main(cfg):
         skipped = sorted(set(sum(everyone, [])))
     if skipped:
         say(f"skipped {len(skipped)} unreadable training videos: {', '.join(skipped[:8])}"
-            f"{' ...' if len(skipped) > 8 else ''}")
+            f"{' ...' if len(skipped) > 8 else ''}; {cfg.out_dir}/bad_videos.tsv says why")
     following = f"next: python eval.py --ckpt {cfg.out_dir}"
     if best is None:  # a run that was stopped in its first epoch and now goes no further
         say(f"done: {step} steps, no validation and so no `best`; {following} --which=latest")

@@ -1,6 +1,6 @@
 # MARS on ActivityNet Captions (val_1) with VideoChat-Flash-Qwen2-7B: the paper's Table A2
 # paper: T2V R@1 75.7, V2T R@1 73.2 (Table 1, no DSL).
-# ours: not run, nor runnable yet: backbones.py lacks VideoChat-Flash
+# ours: not run yet; fetches 16 GB from the hub, or set backbone to a folder that has them
 # the paper used 2x A100 40GB:
 # $ torchrun --standalone --nproc_per_node=2 train.py config/mars_activitynet.py
 

@@ -1,6 +1,6 @@
 # MARS on DiDeMo with VideoChat-Flash-Qwen2-7B: the settings of the paper's Table A2
 # paper: T2V R@1 79.7, V2T R@1 75.7 (Table 1, no DSL).
-# ours: not run, nor runnable yet: backbones.py lacks VideoChat-Flash
+# ours: not run yet; fetches 16 GB from the hub, or set backbone to a folder that has them
 # the paper used 2x A100 40GB:
 # $ torchrun --standalone --nproc_per_node=2 train.py config/mars_didemo.py
 
@@ -11,6 +11,7 @@ backbone = 'OpenGVLab/VideoChat-Flash-Qwen2-7B_res448'
 data = 'data/didemo'
 paragraph = True  # 3.9 captions per video, joined by blanks (App. A.1)
 num_frames = 16
+sampler = 'first30'  # the captions are of the first 30 seconds; BLiM's code stops there, too
 
 # "effective batch size 320" on 2 GPUs is 160 pairs per GPU, and every loss sees all 320. Gradient
 # accumulation would leave fewer negatives; the gradient cache does not: 160 / 8 = 20 chunks each

@@ -1,6 +1,6 @@
 # MARS on MSR-VTT 1k-A with VideoChat-Flash-Qwen2-7B: the settings of the paper's Table A2
 # paper: T2V R@1 61.6, V2T R@1 59.0 (Table 1, no DSL).
-# ours: not run, nor runnable yet: backbones.py lacks VideoChat-Flash
+# ours: not run yet; fetches 16 GB from the hub, or set backbone to a folder that has them
 # the paper used 2x A100 40GB:
 # $ torchrun --standalone --nproc_per_node=2 train.py config/mars_msrvtt.py
 

@@ -11,6 +11,7 @@ max_pixels = 224 * 224
 data = 'data/didemo'
 paragraph = True
 num_frames = 16
+sampler = 'first30'  # the captions are of the first 30 seconds; BLiM's code stops there, too
 
 # effective batch 320 = 2 GPUs x 160 pairs, all of them in one loss; 160 / 16 = 10 chunks per GPU
 batch_size = 320

@@ -11,6 +11,7 @@ backbone = 'openai/clip-vit-base-patch32'
 data = 'data/activitynet'
 paragraph = True  # a video's captions joined by blanks: video-paragraph retrieval
 num_frames = 64  # N_f
+sampler = 'fps3'  # "frame rate 3", then uniform down to num_frames
 frame_size = 224  # "resized into 224 width or 224 height"
 max_words = 64  # N_w: what is longer is cut, eval.py says how many
 

@@ -11,6 +11,7 @@ backbone = 'openai/clip-vit-base-patch32'
 data = 'data/charades'
 paragraph = False  # "typically" one caption per video (Sec. 4.1)
 num_frames = 12  # N_f
+sampler = 'fps3'  # "frame rate 3", then uniform down to num_frames
 frame_size = 224  # "resized into 224 width or 224 height"
 max_words = 32  # N_w
 

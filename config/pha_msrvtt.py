@@ -11,6 +11,7 @@ backbone = 'openai/clip-vit-base-patch32'
 data = 'data/msrvtt'
 paragraph = False  # 20 captions per video, each one a pair of its own: 180,000 pairs (HBI)
 num_frames = 12  # N_f
+sampler = 'fps3'  # "frame rate 3", then uniform down to num_frames
 frame_size = 224  # "resized into 224 width or 224 height"
 max_words = 32  # N_w
 

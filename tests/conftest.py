@@ -183,6 +183,34 @@ def make_family(folder, family, real=False, layers=3, hidden=32, seed=0, initial
     return str(folder)
 
 
+def make_videochat_flash(folder, layers=3, hidden=32, seed=0, **config):
+    """
+    A random VideoChat-Flash, saved: frames of 72x72 in patches of 8, so 9x9 a frame, merged to 64
+    tokens per clip. As with the public checkpoint, no token stands for a video and no file says
+    how to prepare frames.
+    """
+    import torch
+    from videochat_flash import VideoChatFlash, VideoChatFlashConfig
+    tok = make_tokenizer(folder, SPECIAL[:3])
+    vision = dict(num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, image_size=72,
+                  patch_size=8)
+    config = dict(vocab_size=512, hidden_size=hidden, intermediate_size=2 * hidden,
+                  num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+                  mm_hidden_size=32, vision_config=vision, eos_token_id=tok.eos_token_id) | config
+    torch.manual_seed(seed)
+    model = VideoChatFlash(VideoChatFlashConfig(**config))
+    with torch.no_grad():  # off the zeros and ones, and so large that outputs don't look alike
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope='session')
+def tiny_videochat_flash(tmp_path_factory):
+    return make_videochat_flash(tmp_path_factory.mktemp('tiny-videochat-flash'))
+
+
 def make_clip(folder, seed=0, pad='<|endoftext|>', **text):
     """A random CLIP of the native class, saved: frames of 16x16 in patches of 8, both towers alike.
     As in OpenAI's, the end token is also what pads."""
@@ -253,3 +281,9 @@ def make_clips(folder, seed=0, **counts):
 @pytest.fixture(scope='session')
 def tiny_data(tmp_path_factory):
     return make_clips(tmp_path_factory.mktemp('tiny-data'), train=24, val=8, test=10)
+
+
+@pytest.fixture(scope='session')
+def files(tmp_path_factory):
+    from clips import make_files
+    return make_files(tmp_path_factory.mktemp('videos'))

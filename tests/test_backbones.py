@@ -268,8 +268,8 @@ def test_errors_of_load_are_one_sentence(tmp_path):
         with pytest.raises(FileNotFoundError, match=why) as e:
             backbones.load(str(path))
         assert '\n' not in str(e.value)
-    (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'videochat_flash_qwen'}))
-    with pytest.raises(ValueError, match="'videochat_flash_qwen', which is not supported") as e:
+    (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'idefics2'}))
+    with pytest.raises(ValueError, match="'idefics2', which is not supported") as e:
         backbones.load(str(tmp_path))
     assert 'qwen2_vl' in str(e.value) and '\n' not in str(e.value)
 

@@ -94,8 +94,19 @@ def test_loader_reads_clips_and_says_when_there_are_none(capsys, tmp_path):
         json.dumps({'id': i, 'video': f'{i}.mp4', 'captions': ['x']}) + '\n' for i in 'ab'))
     (line,), _ = run(capsys, '--only=loader', data=tmp_path)
     (rows,) = rows_of(line)
-    assert {'auto', 'PyAV', 'frame cache'} <= {r['variant'] for r in rows}
+    assert {'PyAV', 'PyAV, no deadline', 'frame cache'} <= {r['variant'] for r in rows}
     assert all(abs(r['items_per_s'] * r['ms'] - 2000) < 1e-6 for r in rows), "2 clips"
+
+
+def test_decode_goes_without_what_is_not_installed(capsys, monkeypatch):
+    found = bench.importlib.util.find_spec
+    monkeypatch.setattr(bench.importlib.util, 'find_spec',
+                        lambda name: None if name == 'cv2' else found(name))
+    (line,), printed = run(capsys, '--only=decode', '--decode_seconds=1')
+    assert 'without OpenCV, all frames; pip install opencv-python-headless' in printed
+    assert 'pixels within 0' in line['cases'][0]['case'] and len(line['cases']) == 2
+    for rows in rows_of(line):
+        assert {'ours', 'ours, no deadline', 'bare decord'} == {r['variant'] for r in rows}
 
 
 def test_the_demo_backbone_and_a_given_one_are_measured(capsys, tiny_qwen2vl, tmp_path):

@@ -65,7 +65,7 @@ def encode(model, found):
 
 def forbid(monkeypatch, model):
     """From here on nothing is decoded and the tower does not run."""
-    monkeypatch.setattr(data, 'decode', lambda path, *how: pytest.fail(f'decodes {path}'))
+    monkeypatch.setattr(data.Clips, 'decode', lambda clips, path: pytest.fail(f'decodes {path}'))
     monkeypatch.setattr(model.backbone, 'tower', lambda inputs: pytest.fail('the tower runs'))
 
 
@@ -109,8 +109,9 @@ def test_training_takes_the_same_way_and_later_epochs_see_no_video(
         changes, lively, tiny_data, tmp_path, monkeypatch):
     how = dict(max_steps=0, learning_rate=1e-3, **changes)
     decoded = []
-    keep = data.decode
-    monkeypatch.setattr(data, 'decode', lambda path, *how: decoded.append(path) or keep(path, *how))
+    keep = data.Clips.decode
+    monkeypatch.setattr(data.Clips, 'decode',
+                        lambda clips, path: decoded.append(path) or keep(clips, path))
     train_here(argv(tmp_path / 'off', tiny_data, lively, **how))
     assert len(decoded) == 2 * (24 + 8)  # two epochs and their validations
     decoded.clear()

@@ -323,6 +323,7 @@ class Clips(torch.utils.data.Dataset):
 
 CFG = SimpleNamespace(data="toy", video_root="", num_frames=8, sampler="uniform", frame_size=0,
                       frame_cache="", on_bad_video="skip", num_workers=0, eval_batch_size=4,
+                      reader="pyav", min_decoded=0.9, video_timeout=60.0, out_dir="",
                       video_prompt="v", text_prompt="t")
 
 

@@ -319,7 +319,8 @@ def pha_of_a_rank(path, data, file):
                        contextlib.nullcontext)
         results[chunk_size] = loss.item(), take_gradients(model)
     cfg = SimpleNamespace(video_root='', data=data, num_frames=2, sampler='uniform', frame_size=16,
-                          frame_cache='', on_bad_video='raise', num_workers=0, eval_batch_size=3)
+                          frame_cache='', on_bad_video='raise', num_workers=0, eval_batch_size=3,
+                          reader='pyav', min_decoded=0.9, video_timeout=60.0, out_dir='')
     items = evaluation.load_annotations(os.path.join(data, 'test.jsonl'))
     results['metrics'] = evaluation.evaluate(pha(path), items, cfg, 'test', device)
     torch.save(results, f'{file}.{rank}')
@@ -1028,11 +1029,47 @@ def test_a_run_that_was_stopped_before_any_validation_may_end_there(
     (dict(num_slots=0), 'num_slots must be at least 1'),
     (dict(sampler='random'), "sampler 'random' is not one of"),
     (dict(on_bad_video='ignore'), "on_bad_video 'ignore' is not one of"),
+    (dict(reader='cv2'), "reader 'cv2' is not one of pyav, decord"),
+    (dict(min_decoded=2), 'min_decoded is 2.0, a share of frames is at most 1'),
+    (dict(video_timeout=-1), 'video_timeout is -1.0, the least is 0'),
 ])
 def test_a_wrong_start_is_one_clear_line(changes, says, tiny_data, tiny_qwen2vl, tmp_path):
     changes = {**dict(data=tiny_data, backbone=tiny_qwen2vl), **changes}
     assert says in error_of(argv(tmp_path / 'run', **changes))
     assert not (tmp_path / 'run').exists()
+
+
+BROKEN = ['zero.mp4', 'text.mp4', 'audio.mp4', 'no_index.mp4', 'truncated.mp4', 'corrupt.mp4',
+          'truncated.mkv', 'gone.mp4']
+
+
+def test_every_broken_kind_is_skipped_and_counted_or_stops_the_run(
+        tiny_data, tiny_qwen2vl, files, tmp_path, capsys):
+    """Training and evaluation on a data set that holds them all, with and without workers."""
+    (tmp_path / 'videos').mkdir()
+    for source in [*Path(tiny_data, 'videos').iterdir(), *(files / b for b in BROKEN[:-1])]:
+        (tmp_path / 'videos' / source.name).symlink_to(source)
+    for split in ('train', 'val', 'test'):
+        bad = [json.dumps(dict(id=b, video=b, captions=[f'bad {b}'])) for b in BROKEN]
+        good = Path(tiny_data, f'{split}.jsonl').read_text().splitlines()
+        (tmp_path / f'{split}.jsonl').write_text('\n'.join([*bad, *good]) + '\n')
+    out = tmp_path / 'run'
+    how = argv(out, tmp_path, tiny_qwen2vl, on_bad_video='skip', epochs=1, max_steps=0,
+               batch_size=8, num_workers=2)
+    train_here(how)
+    said = capsys.readouterr()
+    assert 'skipped 8 unreadable training videos' in said.out and 'bad_videos.tsv' in said.out
+    assert lines(out)[-1]['n_video'] == lines(out)[-1]['n_text'] == 8
+    rows = [line.split('\t') for line in (out / 'bad_videos.tsv').read_text().splitlines()]
+    assert sorted(r[1] for r in rows) == sorted(BROKEN) and {r[0] for r in rows} == {'skipped'}
+    evaluation.main(configure(str(ROOT / 'eval.py'), [f'--ckpt={out}', '--on_bad_video=skip']))
+    assert 'split test: 10 videos (8 skipped), 10 captions' in capsys.readouterr().out
+    for workers in (0, 2):
+        text = error_of(argv(tmp_path / f'stops{workers}', tmp_path, tiny_qwen2vl, batch_size=8,
+                             num_workers=workers))
+        assert 'cannot read' in text and any(b in text for b in BROKEN)
+    with pytest.raises(ValueError, match='cannot read'):  # though training went on
+        evaluation.main(configure(str(ROOT / 'eval.py'), [f'--ckpt={out}']))
 
 
 def test_a_model_without_anything_to_train_may_be_saved_untrained(
@@ -1073,12 +1110,12 @@ def test_the_global_batch_must_be_shared_evenly(tiny_data, tiny_qwen2vl, tmp_pat
 
 def test_the_script_itself_ends_in_one_line_and_exit_code_1(tiny_data, tmp_path):
     (tmp_path / 'mllm').mkdir()
-    (tmp_path / 'mllm' / 'config.json').write_text('{"model_type": "videochat_flash_qwen"}')
+    (tmp_path / 'mllm' / 'config.json').write_text('{"model_type": "idefics2"}')
     args = argv(tmp_path / 'run', tiny_data, tmp_path / 'mllm')
     assert launch(run_script, args, output=tmp_path / 'output') == [1]
     text = (tmp_path / 'output.0').read_text()
     assert text.startswith('train.py: backbone') and text.count('\n') == 1, text
-    assert "of family 'videochat_flash_qwen', which is not supported yet" in text
+    assert "of family 'idefics2', which is not supported yet" in text
 
 
 @pytest.mark.parametrize('script', ['train.py', 'eval.py'])

@@ -147,6 +147,13 @@ class Kernels(TorchFunctionMode):
         finally:
             self.half, self.casts = half, casts
 
+    @contextmanager
+    def instead(self):
+        """Is what code gets when it asks for autocast."""
+        with patch.object(torch, 'autocast', self.autocast), patch.object(
+                torch.amp, 'autocast', self.autocast), self:
+            yield self
+
     @staticmethod
     def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
                   enable_gqa=False):
@@ -320,10 +327,8 @@ def step_peak(model, chunks, cfg, half, world):
         return x.repeat(times, *[1] * (x.dim() - 1))[:cfg.batch_size]
 
     model.train()
-    with patch.object(torch, 'autocast', kernels.autocast), patch.object(
-            torch.amp, 'autocast', kernels.autocast), patch.object(
-            losses, 'gather', gather), patch.object(losses, 'gather_ids', gather), kernels, Ghosts(
-            *known) as ghosts:
+    with kernels.instead(), patch.object(losses, 'gather', gather), patch.object(
+            losses, 'gather_ids', gather), Ghosts(*known) as ghosts:
         if vision_cache_on(cfg, model):
             chunks = [{**c, 'video': with_features(model, c['video'])} for c in chunks]
         ids = torch.arange(sum(len(c['text']['input_ids']) for c in chunks))
@@ -332,8 +337,7 @@ def step_peak(model, chunks, cfg, half, world):
         peak = ghosts.peak
     gradients = nbytes([p.grad for p in model.parameters() if p.grad is not None])
     model.zero_grad(set_to_none=True)
-    with torch.no_grad(), kernels, patch.object(torch, 'autocast', kernels.autocast), \
-            patch.object(torch.amp, 'autocast', kernels.autocast), Ghosts(*known):
+    with torch.no_grad(), kernels.instead(), Ghosts(*known):
         sides = model(chunks[0])
         per_pair = sum(x.nbytes / len(x) for side in sides for x in side.values())
     stored = 0
@@ -366,8 +370,7 @@ def eval_peak(model, inputs, half):
     kernels = Kernels(half)
     model.eval()
     known = [*model.parameters(), *model.buffers(), *inputs.values()]
-    with torch.no_grad(), patch.object(torch, 'autocast', kernels.autocast), patch.object(
-            torch.amp, 'autocast', kernels.autocast), kernels, Ghosts(*known) as ghosts:
+    with torch.no_grad(), kernels.instead(), Ghosts(*known) as ghosts:
         with kernels.autocast():
             model.encode_video(inputs)
         peak = ghosts.peak
@@ -441,7 +444,7 @@ def activations(model, cfg, half, world, n):
         tokens={side: tuple(x['input_ids'].shape) for side, x in chunks[0].items()
                 if 'input_ids' in x})
     if getattr(model.backbone, 'tower', None):
-        with torch.no_grad(), Kernels(half), Ghosts():
+        with torch.no_grad(), Kernels(half).instead(), Ghosts():
             rows = with_features(model, ghost_inputs(model, samples, cfg, 1)['video'])['features']
         out['rows'] = tuple(rows.shape), rows.nbytes
     return out

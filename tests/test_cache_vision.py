@@ -21,20 +21,22 @@ import data
 import eval as evaluation
 import train
 import vision_cache
-from conftest import make_family, make_qwen2vl
+from conftest import make_family, make_qwen2vl, make_videochat_flash
 from model_mars import MARS, MARSConfig
 from model_slq import SLQ, SLQConfig
 from test_train import (argv, assert_same_checkpoint, error_of, fork_server, launch, lines,  # noqa
                         run, train_here)
 
-FAMILIES = [f for f in backbones.FAMILIES if f in (
-    'qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'internvl', 'video_llama_3', 'smolvlm')]
+FAMILIES = ['qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'internvl', 'video_llama_3', 'smolvlm',
+            'videochat_flash']
 close = torch.testing.assert_close
 
 
 @pytest.fixture(scope='module', params=FAMILIES)
 def family(request, tmp_path_factory):
-    return make_family(tmp_path_factory.mktemp(request.param), request.param, layers=2)
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_videochat_flash(folder, layers=2) if request.param == 'videochat_flash' else \
+        make_family(folder, request.param, layers=2)
 
 
 @pytest.fixture(scope='module')

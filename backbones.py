@@ -62,6 +62,7 @@ class Backbone:
     tower: Callable = None    # pixel inputs -> [n, W], a row for each LLM token of all videos
     project: Callable = None  # [n, W] -> what `decoder` takes as mm_encoder_outputs
     token_types: bool = False  # does `decoder` have to be told mm_token_type_ids?
+    cache: Any = None     # vision_cache.py's, which then stands before `pixels`
 
     @property
     def hidden_size(self):

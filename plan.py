@@ -8,7 +8,7 @@ plain_step or cached_step, and one batch of the evaluation --> bytes alive at th
 So there is no formula for activations that could age: checkpointing, LoRA, prefix cache, gradient
 cache and matching are what the code does. Whole numbers and booleans (ids, masks, grids) stay real
 and on the CPU, since code asks for their values; floats are ghosts. Autocast is imitated, attention
-is counted as a fused kernel. The bench `plan` compares with what is measured.
+is counted as a fused kernel. tests/test_plan.py compares with what is measured.
 """
 import json
 import os

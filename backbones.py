@@ -48,8 +48,8 @@ class Backbone:
     lora_regex: str       # full match on names in `model`: 7 LLM linears per layer + the projector
     chat: str             # chat template, one {} for the user's message, ends where answers begin
     # B arrays uint8 [T, H, W, 3] -> ({what run() wants of pixels}, [what `vision` wants of each
-    # video]: its number of LLM tokens, or a list with a number per frame). Families that write
-    # times into the prompt take B lists of T seconds as well; without, frames are a second apart
+    # video]: its number of LLM tokens, or a list with a number per frame). The second argument, B
+    # lists of T + 1 seconds or None, is for families whose prompt or positions tell the time
     pixels: Callable
     vision: Callable      # what pixels() says of a video -> the string for it in a prompt
     vision_token: str     # the token of that string that vision features will replace
@@ -152,7 +152,8 @@ class Backbone:
         frames    B arrays uint8 [T, H, W, 3] or None; an image is a video of one frame
         answers   B strings that follow the assistant header, then `end` (captioning loss)
         n_append  number of placeholder tokens at the end
-        times     B lists of each frame's time in seconds, or None
+        times     B lists of T + 1 seconds: when each frame is shown, counted from the video's first
+                  one, and when the video ends; or None: frames count as a second apart
 
         Returns input_ids, attention_mask, mm_token_type_ids [B, L], position_ids, pixel inputs,
         append_pos [B, n_append]: where the placeholders stand, cut [B]: the caption was cut, and
@@ -161,7 +162,7 @@ class Backbone:
         self.check_prompt(prompt)
         pixel_inputs, n_vision = {}, None
         if frames is not None:
-            pixel_inputs, n_vision = self.pixels(frames, times) if times else self.pixels(frames)
+            pixel_inputs, n_vision = self.pixels(frames, times)
         B = len(captions if captions is not None else frames)
         rows, n_prompt, cut = [], [], []
         for i in range(B):
@@ -208,14 +209,17 @@ class Backbone:
     def collate_samples(self, samples, prompt, **how):
         """
         `collate` of samples (id, caption, frames): of what the prompt names, <video>, {caption} or
-        both, every sample must have it. ValueError names the sample that is at fault.
+        both, every sample must have it; of frames the times go along, where samples have these.
+        ValueError names the sample that is at fault.
         """
         used = {'captions': 'caption'} if '{caption}' in prompt else {}
         used |= {'frames': 'frames'} if '<video>' in prompt else {}
         if not used:
             raise ValueError(f"prompt {prompt!r} holds neither <video> nor {{caption}}")
+        if 'frames' in used and any(getattr(s, 'times', None) is not None for s in samples):
+            used['times'] = 'times'
         for key in used.values():
-            missing = [s.id for s in samples if getattr(s, key) is None]
+            missing = [s.id for s in samples if getattr(s, key, None) is None]
             if missing:
                 raise ValueError(f"{len(missing)} of {len(samples)} samples have no {key}, the "
                                  f"first is {missing[0]!r}; a batch has it for all or none")
@@ -421,8 +425,14 @@ def patches(frames, h, w, patch, merge, tubelet, mean, std):
 
 
 def seconds(frames, times):
-    """B lists of T seconds; frames of unknown time are taken to be a second apart."""
-    return times or [list(range(len(f))) for f in frames]
+    """B lists of T + 1 seconds; frames of unknown time are taken to be a second apart."""
+    if times is None:
+        return [list(range(len(f) + 1)) for f in frames]
+    for f, t in zip(frames, times, strict=True):
+        if len(t) != len(f) + 1:
+            raise ValueError(f"{len(f)} frames have {len(t)} times; give one for each, and one for "
+                             "the end of the video")
+    return times
 
 
 def running_positions(inputs):                                                 # -> [B, L]
@@ -494,7 +504,7 @@ def videochat_flash(path, max_pixels, **kw):
     # the checkpoint's own placeholder is no token; any id will do, its embedding is never seen
     tokenizer.add_tokens(['<|video_pad|>'], special_tokens=True)
 
-    def pixels(frames):
+    def pixels(frames, times=None):  # nothing says the time
         clips = [square_frames(f, size) for f in frames]                       # [T, 3, S, S] each
         num_frames = [len(c) for c in clips]
         n_tokens = [TOKENS * len(clip_lengths([n])) for n in num_frames]
@@ -548,7 +558,8 @@ def qwen2_5_vl(path, max_pixels, **kw):
 
     def pixels(frames, times=None):
         inputs, n_tokens = base.pixels(frames)
-        step = [(t[-1] - t[0]) / max(len(t) - 1, 1) for t in seconds(frames, times)]
+        # as its processor has it: the video's time in T equal parts, wherever the frames are
+        step = [t[-1] / len(f) for f, t in zip(frames, seconds(frames, times))]
         return {**inputs, 'second_per_grid_ts': tubelet * torch.tensor(step)}, n_tokens   # [B]
 
     def positions(inputs):                                                     # M-RoPE -> [3, B, L]
@@ -593,7 +604,8 @@ def qwen3_vl(path, max_pixels, **kw):
         for f, t in zip(frames, seconds(frames, times)):
             x, grid = patches(f, *size(*f.shape[:3]), patch, merge, tubelet, pre['image_mean'],
                               pre['image_std'])
-            t = [*t, *t[-1:] * (-len(t) % tubelet)]
+            *t, _ = t
+            t += t[-1:] * (-len(t) % tubelet)
             # a block's time lies between its first and its last frame; one frame has none
             at = [(t[i] + t[i + tubelet - 1]) / 2 for i in range(0, len(t), tubelet)]
             n = grid[1] * grid[2] // merge ** 2
@@ -701,7 +713,7 @@ def videollama3(path, max_pixels, **kw):
                 mask[1:] = 255 * (frame[1:] - frame[:-1]).abs().mean(-1) > 0.1
                 mask[:, 0] |= ~mask.any(1)
             blocks.append([(s if len(f) > 1 else None, n)
-                           for s, n in zip(t, mask.sum(1).tolist())])
+                           for s, n in zip(t[:-1], mask.sum(1).tolist())])
             for values, value in ((rows, x), (grids, grid), (keep, mask.flatten())):
                 values.append(value)
         return {'pixel_values_videos': torch.cat(rows), 'video_grid_thw': torch.tensor(grids),
@@ -771,16 +783,18 @@ def smolvlm(path, max_pixels, **kw):
     def pixels(frames, times=None):
         x = torch.cat([frame_pixels(f) for f in frames])                       # [frames, 3, S, S]
         # the model wants [B, images, ...] and makes one list of it: here an image is a batch item
-        return {'pixel_values': x[:, None]}, [[(s, n) for s in t] for t in seconds(frames, times)]
+        return {'pixel_values': x[:, None]}, [[*((s, n) for s in t[:-1]), (t[-1], 0)]
+                                              for t in seconds(frames, times)]
 
     def vision(blocks):
+        *blocks, (end, _) = blocks  # the last one has no frame, only the time
         images = [f'<fake_token_around_image><global-img>{"<image>" * n}<fake_token_around_image>'
                   for _, n in blocks]
         if len(blocks) == 1:
             return images[0]
-        last = int(blocks[-1][0])
+        end = int(end)
         return (f'You are provided the following series of {in_words(len(blocks))} frames from a '
-                f'{last // 3600}:{last // 60 % 60:02d}:{last % 60:02d} [H:MM:SS] video.\n'
+                f'{end // 3600}:{end // 60 % 60:02d}:{end % 60:02d} [H:MM:SS] video.\n'
                 + ''.join(f'\nFrame from {int(s // 60):02d}:{int(s % 60):02d}:{image}'
                           for (s, _), image in zip(blocks, images)) + '\n\n')
 

@@ -52,12 +52,12 @@ class Asked:
         self.backbone, self.prompt, self.items = backbone, prompt, items
 
     def __call__(self, samples):
-        pairs = [(s.frames, c) for s in samples if s.error is None
+        pairs = [(s.frames, s.times, c) for s in samples if s.error is None
                  for c in self.items[s.index].captions]
         if not pairs:
             return None
-        frames, captions = zip(*pairs)
-        return self.backbone.collate(self.prompt, frames=list(frames), answers=list(captions))
+        frames, times, captions = map(list, zip(*pairs))
+        return self.backbone.collate(self.prompt, frames=frames, times=times, answers=captions)
 
 
 @torch.no_grad()

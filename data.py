@@ -4,7 +4,7 @@ From files on disk to Samples: annotations, data sets, the order of training ste
     train.jsonl: {"id", "video", "captions": [...]} per line
       load_annotations -> [Item] -> Pairs (training) | Texts, Videos (evaluation)
       worker: video.decode in a child process, with a deadline -> Sample(id, caption, frames uint8
-      [T, H, W, 3]) -> collate (the model's)
+      [T, H, W, 3], their times) -> collate (the model's)
 
     $ python data.py check --data msrvtt     # tries every video before a run meets the bad ones
 
@@ -44,6 +44,8 @@ class Sample:
     frames: np.ndarray | None = field(default=None, repr=False)  # uint8 [T, H, W, 3]
     index: int = 0  # number of the video inside its split
     error: str | None = None  # evaluation with on_bad_video=skip: why frames is None
+    times: list | None = None  # T + 1 seconds: when each frame is shown, when the video ends; None:
+                               # it is not known, or vision_cache's Video in place of frames has it
 
 
 # -----------------------------------------------------------------------------
@@ -152,22 +154,22 @@ class Clips:
         self.named = multiprocessing.Array("B", len(items))  # of all workers: 1 partial, 2 bad
 
     def load(self, i):
-        """-> (frames, None), or with on_bad_video=skip (None, reason)"""
+        """-> (frames, times, None), or with on_bad_video=skip (None, None, reason)"""
         if i in self.bad:
-            return None, self.bad[i]
+            return None, None, self.bad[i]
         path = os.path.join(self.video_root or "", self.items[i].video)
         try:
-            frames, partial = self.vision.look(path, self.how, self.cached) if self.vision else \
-                self.cached(path)
+            frames, times, partial = self.vision.look(path, self.how, self.cached) \
+                if self.vision else self.cached(path)
         except BadVideo as e:
             if self.on_bad_video == "raise":
                 raise
             self.bad[i] = str(e)
             self.name(i, 2, "skipped", f"skipped: {e}", str(e))
-            return None, self.bad[i]
+            return None, None, self.bad[i]
         if partial:
             self.name(i, 1, "partial", f"warning: {path} is partial: {partial}", partial)
-        return frames, None
+        return frames, times, None
 
     def name(self, i, what, state, line, why):
         """Once per video of a run: a line on stderr, and one in bad_list."""
@@ -195,28 +197,30 @@ class Clips:
         if not self.frame_cache or not os.path.isfile(path):
             return self.decode(path)
         st = os.stat(path)
-        key = repr(("2", os.path.abspath(path), st.st_size, st.st_mtime_ns, self.how))
+        key = repr(("3", os.path.abspath(path), st.st_size, st.st_mtime_ns, self.how))
         name = os.path.join(self.frame_cache, hashlib.sha1(key.encode()).hexdigest() + ".npy")
         try:
-            frames = np.load(name, allow_pickle=False)
+            with open(name, "rb") as f:
+                frames, times = (np.load(f, allow_pickle=False) for _ in range(2))
             if frames.dtype == np.uint8 and frames.ndim == 4 and len(frames) == self.how[0]:
-                return frames, None
+                return frames, times.tolist(), None
         except (OSError, ValueError, EOFError):  # not there yet, or cut short: make it again
             pass
-        frames, partial = self.decode(path)
+        frames, times, partial = self.decode(path)
         if partial is None:  # so that a partial file is named in every run
             temporary = f"{name}.{os.getpid()}.tmp"
             try:
                 os.makedirs(self.frame_cache, exist_ok=True)
                 with open(temporary, "wb") as f:
                     np.save(f, frames)
+                    np.save(f, times)
                 os.replace(temporary, name)
             except OSError as e:  # a full disk's has no file name, and half a file keeps it full
                 if os.path.exists(temporary):
                     os.remove(temporary)
                 raise OSError(f"can't write into frame_cache {self.frame_cache}: "
                               f"{e.strerror or e}; mend that, or set another or none") from e
-        return frames, partial
+        return frames, times, partial
 
 
 class Pairs:
@@ -235,9 +239,10 @@ class Pairs:
         items, (first, c) = self.clips.items, self.pairs[i]
         for v in range(first, first + len(items)):
             v %= len(items)
-            frames, reason = self.clips.load(v)
+            frames, times, reason = self.clips.load(v)
             if frames is not None:  # caption c of its c-th pair: stand-ins do not all say the same
-                return Sample(items[v].id, items[v].captions[c % len(items[v].captions)], frames, v)
+                return Sample(items[v].id, items[v].captions[c % len(items[v].captions)], frames, v,
+                              times=times)
         raise BadVideo(f"none of the {len(items)} videos can be read, the last because: {reason}")
 
 
@@ -268,8 +273,8 @@ class Videos:
         return len(self.clips.items)
 
     def __getitem__(self, i):
-        frames, error = self.clips.load(i)
-        return Sample(self.clips.items[i].id, None, frames, i, error)
+        frames, times, error = self.clips.load(i)
+        return Sample(self.clips.items[i].id, None, frames, i, error, times)
 
 
 # -----------------------------------------------------------------------------

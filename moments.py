@@ -3,11 +3,12 @@ Long videos: read once, from one end to the other, for the windows of a few seco
 pieces of them written as clips. search.py's use of PyAV is all here.
 
     path --timeline--> the time of every frame, from the packets' headers
-         --pieces----> (start, end, frames uint8 [T, H, W, 3]) in order of time, the whole last
+         --pieces----> (start, end, frames uint8 [T, H, W, 3], their times) in order, the whole last
 
 A frame is resized as it is decoded and dropped when no window needs it any more: in memory are the
-frames of two windows and of the whole, however long the video. Times are seconds from its first
-frame. A window's T frames are what is on screen in the middle of T equal parts of it.
+frames of two windows and of the whole, however long the video. Start and end are seconds from its
+first frame. A window's T frames are what is on screen in the middle of T equal parts of it. To the
+model it is a clip of its own: its times count from the frame that is on screen as it begins.
 """
 import os
 from fractions import Fraction
@@ -15,7 +16,7 @@ from fractions import Fraction
 import numpy as np
 
 import video
-from video import SAMPLERS, BadVideo, Head, frames_of, packets, read_frames, resize, to_rgb
+from video import SAMPLERS, BadVideo, Head, frames_of, packets, read_clip, resize, since, to_rgb
 
 
 def clock(t):
@@ -56,17 +57,17 @@ def windows(end, seconds):
 
 def pieces(path, T, sampler="uniform", size=0, seconds=0.0, reader="pyav", min_decoded=0.9):
     """
-    Yields (start, end, frames) of each window of `seconds`, then (None, end, frames) of the whole
-    video. Raises BadVideo as read_frames does. The whole has the frames that read_frames gives.
+    Yields (start, end, frames, times) of each window of `seconds`, then (None, end, frames, times)
+    of the whole video: what read_clip gives. Raises BadVideo as that does.
     """
     how = dict(sampler=sampler, reader=reader, size=size, min_decoded=min_decoded)
     head = timeline(path)
     end = length(path, head)
     plan = windows(end, seconds)
     if not plan or head.missing()[1]:  # damaged: it may be too little, and that is said first
-        whole = read_frames(path, T, **how)
+        whole = read_clip(path, T, **how)
     if not plan:
-        yield None, end, whole
+        yield None, end, *whole
         return
     times = seconds_of(head)[:-1]
     plan = [(start, stop, frames_at(times, start + (np.arange(T) + 0.5) / T * (stop - start)))
@@ -76,13 +77,16 @@ def pieces(path, T, sampler="uniform", size=0, seconds=0.0, reader="pyav", min_d
     for i, frame in decoded(path, needed, size, head):
         kept[i] = frame
         while done < len(plan) and plan[done][2][-1] <= i:
-            yield *plan[done][:2], np.stack([kept[j] for j in plan[done][2].tolist()])
+            start, stop, shown = plan[done]
+            yield (start, stop, np.stack([kept[j] for j in shown.tolist()]),
+                   [*since(head, shown, frames_at(times, start)), seconds])
             done += 1
         low = plan[done][2][0] if done < len(plan) else len(times)
         kept = {j: f for j, f in kept.items() if j >= low or j in index or j == i}
     if done < len(plan) or not kept.keys() >= set(index.tolist()):
         raise BadVideo(f"cannot read {path}: it changed while it was read")
-    yield None, end, np.stack([kept[j] for j in index.tolist()])
+    yield (None, end, np.stack([kept[j] for j in index.tolist()]),
+           video.clip_times(head, index, sampler))
 
 
 def length(path, head=None):

@@ -120,7 +120,7 @@ import moments as cinema
 import shelf
 from data import Sample, visible
 from moments import clock
-from video import read_frames, reason_of
+from video import read_clip, reason_of
 
 CHUNK = 8             # windows of a video that are encoded together; a whole is encoded alone
 BLOCK = 4 * 2 ** 20   # bytes of vectors that are unpacked at once from int8: they fit a cache
@@ -216,10 +216,12 @@ class Run:
         return self.features("text", [Sample("query", c) for c in captions])
 
     def video_features(self, paths):
-        cfg = self.cfg
-        return self.features("video", [
-            Sample(path, None, read_frames(path, cfg.num_frames, cfg.sampler, cfg.reader,
-                                           cfg.frame_size, cfg.min_decoded)) for path in paths])
+        cfg, samples = self.cfg, []
+        for path in paths:
+            frames, times = read_clip(path, cfg.num_frames, cfg.sampler, cfg.reader, cfg.frame_size,
+                                      cfg.min_decoded)
+            samples.append(Sample(path, None, frames, times=times))
+        return self.features("video", samples)
 
     def text(self, captions):
         return self._scorable(self.text_features(captions), True)
@@ -239,20 +241,21 @@ def piece_reader(run, seconds):
     """path -> yields ([(start, end)] of some windows or the whole, the model's inputs as numpy)."""
     cfg, model = run.cfg, run.model
 
-    def inputs(frames):
-        batch = model.collate([Sample("", None, f) for f in frames])["video"]
+    def inputs(samples):
+        batch = model.collate(samples)["video"]
         return {key: x.numpy() for key, x in batch.items()}
 
     def read(path):
-        times, frames = [], []
-        for start, end, f in cinema.pieces(path, cfg.num_frames, cfg.sampler, cfg.frame_size,
-                                           seconds, cfg.reader, cfg.min_decoded):
-            if frames and (start is None or len(frames) == CHUNK):
-                yield times, inputs(frames)
-                times, frames = [], []
-            times.append((start, end))
-            frames.append(f)
-        yield times, inputs(frames)  # the whole, alone
+        spans, samples = [], []
+        for start, end, frames, times in cinema.pieces(
+                path, cfg.num_frames, cfg.sampler, cfg.frame_size, seconds, cfg.reader,
+                cfg.min_decoded):
+            if samples and (start is None or len(samples) == CHUNK):
+                yield spans, inputs(samples)
+                spans, samples = [], []
+            spans.append((start, end))
+            samples.append(Sample("", None, frames, times=times))
+        yield spans, inputs(samples)  # the whole, alone
     return read
 
 

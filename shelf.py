@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import lock, read, write_atomic
 
-FORMAT = 1
+FORMAT = 2
 ROWS = 4096        # a shard ends with the video that brings it to so many rows,
 SPREAD = 1024      # or with one in so many, by a hash of its path: a new video moves few others
 EXTENSIONS = set("3g2 3gp asf avi divx f4v flv gif m2ts m4v mkv mov mp4 mpeg mpg mts mxf ogm ogv "

@@ -1,5 +1,6 @@
 """
-One video or picture -> uint8 frames [T, H, W, 3], upright RGB, or BadVideo that says why not.
+One video or picture -> uint8 frames [T, H, W, 3], upright RGB, and the seconds at which they are
+shown, or BadVideo that says why not.
 
     path --scan: all packet headers--> when each frame is shown --sampler--> which T frames
          --read: only the groups of pictures that hold them--> resize each --> [T, H, W, 3]
@@ -73,16 +74,17 @@ def fps3(times, T, tick):
 
 def first30(times, T, tick):
     """DiDeMo's moments are marked in the first 30 seconds: the middles of T parts of these."""
-    return uniform(until(times, 30, tick), T, tick)
+    return uniform(until(times, ENDS["first30"], tick), T, tick)
 
 
 def linspace30(times, T, tick):
     """BLiM's DiDeMo: its linspace over the first 30 seconds."""
-    return linspace(until(times, 30, tick), T, tick)
+    return linspace(until(times, ENDS["linspace30"], tick), T, tick)
 
 
 SAMPLERS = {"uniform": uniform, "linspace": linspace, "fps3": fps3, "first30": first30,
             "linspace30": linspace30}
+ENDS = {"first30": 30, "linspace30": 30}  # seconds after which there is no video for these
 READERS = {"pyav": "av", "decord": "decord"}  # name -> package
 
 
@@ -99,30 +101,51 @@ def check_names(sampler, reader):
 # -----------------------------------------------------------------------------
 # reading
 
-def read_frames(path, num_frames, sampler="uniform", reader="pyav", size=0, min_decoded=0.9):
-    """decode(), where a file that is read in part is named on stderr."""
-    frames, partial = decode(path, num_frames, sampler, reader, size, min_decoded)
+def read_frames(*how, **named):
+    """The frames of read_clip()."""
+    return read_clip(*how, **named)[0]
+
+
+def read_clip(path, num_frames, sampler="uniform", reader="pyav", size=0, min_decoded=0.9):
+    """decode()'s frames and times; a file that is read in part is named on stderr."""
+    frames, times, partial = decode(path, num_frames, sampler, reader, size, min_decoded)
     if partial:
         print(f"warning: {path} is partial: {partial}", file=sys.stderr, flush=True)
-    return frames
+    return frames, times
 
 
 def decode(path, num_frames, sampler="uniform", reader="pyav", size=0, min_decoded=0.9):
     """
-    -> (frames uint8 [T, H, W, 3], None or a sentence saying what is missing). size > 0: the shorter
-    side becomes size (antialiased bicubic, frame by frame while decoding), 0 keeps the native one.
-    BadVideo if it cannot be read or less than the share min_decoded of its frames decodes.
+    -> (frames uint8 [T, H, W, 3], their times, None or a sentence saying what is missing).
+    times: T + 1 floats, see clip_times(). size > 0: the shorter side becomes size (antialiased
+    bicubic, frame by frame while decoding), 0 keeps the native one. BadVideo if it cannot be read
+    or less than the share min_decoded of its frames decodes.
     """
     check_names(sampler, reader)
     head, pick = Head(), SAMPLERS[sampler]
     with said_of(path, head):
         check_file(path)
         read = decode_pyav if reader == "pyav" else decode_decord
-        frames, n, errors = read(path, num_frames, pick, size, head)
+        frames, index, n, errors = read(path, num_frames, pick, size, head)
         share, partial = head.missing(n, errors)
         if share < min_decoded:
             raise ValueError(f"only {partial}, less than min_decoded={min_decoded}")
-        return frames, partial
+        return frames, clip_times(head, index, sampler), partial
+
+
+def since(head, index, first=0):
+    """Seconds from when frame `first` is shown until each of these is; -1: when the last ends."""
+    # from whole ticks: a difference of floats could fall short of a whole second
+    return [float((int(head.times[i]) - int(head.times[first])) * head.tick) for i in index]
+
+
+def clip_times(head, index, sampler):
+    """
+    T + 1 seconds since the video's first frame: when each of the frames at index [T] is shown, and
+    when the video ends, which is where the sampler takes it to end.
+    """
+    *shown, end = since(head, [*index, -1])
+    return [*shown, float(min(end, ENDS.get(sampler, end)))]
 
 
 class said_of:
@@ -328,25 +351,25 @@ def looks_of(frame, head):
 # reader pyav
 
 def decode_pyav(path, T, pick, size, head):
-    """-> (frames [T, H, W, 3], how many frames decode, how many packets do not)"""
+    """-> (frames [T, H, W, 3], which they are, how many frames decode, how many packets do not)"""
     import av
     with av.open(path, metadata_errors="ignore") as c:
         scan(c, head)
         if head.only is not None:
-            return np.stack([resize(head.only, size)] * T), 1, 0
-        index = pick(head.times, T, head.tick)
-        frames = sampled(c, head, set(index.tolist()), size)
+            return np.stack([resize(head.only, size)] * T), [0] * T, 1, 0
+        index = pick(head.times, T, head.tick).tolist()
+        frames = sampled(c, head, set(index), size)
     if frames is not None:
-        return np.stack([frames[i] for i in index.tolist()]), head.packets, 0
+        return np.stack([frames[i] for i in index]), index, head.packets, 0
     # something is amiss, or no time stamp can be trusted: decode all, and believe what comes out
-    frames, errors = everything(path, head, set(index.tolist()), size)
+    frames, errors = everything(path, head, set(index), size)
     n = len(head.times) - 1
     if n == 0:
         raise ValueError("no frame decodes")
-    index = pick(head.times, T, head.tick)  # once more, inside the range that does decode
-    if not frames.keys() >= set(index.tolist()):
-        frames, errors = everything(path, head, set(index.tolist()), size)
-    return np.stack([frames[i] for i in index.tolist()]), n, errors
+    index = pick(head.times, T, head.tick).tolist()  # once more, inside the range that does decode
+    if not frames.keys() >= set(index):
+        frames, errors = everything(path, head, set(index), size)
+    return np.stack([frames[i] for i in index]), index, n, errors
 
 
 def sampled(c, head, wanted, size):
@@ -496,7 +519,7 @@ def decode_decord(path, T, pick, size, head):
         if frame.shape[2] != 3:  # widths up to 32: rows with their padding
             raise RuntimeError(f"decord returns a frame of shape {frame.shape}, use reader=pyav")
         frames[i] = resize(frame, size)
-    return np.stack([frames[i] for i in index]), head.packets, 0
+    return np.stack([frames[i] for i in index]), index, head.packets, 0
 
 
 # -----------------------------------------------------------------------------
@@ -587,9 +610,9 @@ class Process:
                 raise EOFError
             kind, value = self.pipe.recv()
             if kind == "frames":
-                shape, partial = value
+                shape, *rest = value
                 frames = np.frombuffer(self.area, np.uint8, np.prod(shape)).reshape(shape)
-                return frames.copy(), partial  # the area is the next video's
+                return frames.copy(), *rest  # the area is the next video's
         except (EOFError, OSError):
             return self.died(self.stop())
         except BaseException:  # ctrl-C: nobody may take this answer for that to the next question
@@ -660,9 +683,9 @@ def serve(pipe, area, timeout):
                 value = globals()[name](*args)
                 kind = "value"
                 if name == "decode" and value[0].nbytes <= AREA:
-                    kind, (frames, partial) = "frames", value
+                    kind, (frames, *rest) = "frames", value
                     np.frombuffer(area, np.uint8, frames.size)[:] = frames.reshape(-1)
-                    value = frames.shape, partial
+                    value = frames.shape, *rest
             except Exception as e:
                 kind, value = "error", sendable(e)
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -27,7 +27,7 @@ from transformers.utils import cached_file
 
 from checkpoint import fingerprint
 
-FORMAT = 1  # of the files; another one is another folder
+FORMAT = 2  # of the files; another one is another folder
 STALE = 3600  # seconds after which a temporary file is what a kill left
 
 
@@ -35,10 +35,11 @@ STALE = 3600  # seconds after which a temporary file is what a kill left
 class Video:
     """What stands for a sample's frames when there is a cache."""
     key: str | None       # file name in the cache; None: not to be written
-    frames: Any = None    # uint8 [T, H, W, 3], or of a video that the cache has:
+    frames: Any = None    # uint8 [T, H, W, 3] and
+    times: Any = None     # T + 1 seconds, as in data.Sample; or of a video that the cache has:
     rows: Any = None      # [n, W]
     inputs: Any = None    # the family's inputs beside pixels, such as the grid, [1, ...] each
-    vision: Any = None    # what the prompt says of the video, see Backbone.pixels
+    vision: Any = None    # what the prompt says of the video, its times too, see Backbone.pixels
 
 
 def attach(model, cfg):
@@ -108,14 +109,17 @@ class VisionCache:
     # ---------------------------------------------------------------- in the loader's worker
 
     def look(self, path, how, decode):
-        """-> (Video, partial) of a file; decode(path) -> (frames, partial). how: the frames'."""
+        """
+        -> (Video, None, partial) of a file, where decode(path) -> (frames, times, partial). how:
+        the frames'. A Video has its times, or what came of them, in itself.
+        """
         key = self.key(path, how)
         video = self.read(key) if key else None
         if video is not None:
-            return video, None
-        frames, partial = decode(path)
+            return video, None, None
+        frames, times, partial = decode(path)
         # a partial file is not kept, so that it is named in every run
-        return Video(None if partial else key, frames), partial
+        return Video(None if partial else key, frames, times), None, partial
 
     def key(self, path, how):
         try:
@@ -135,23 +139,22 @@ class VisionCache:
             if crc != zlib.crc32(data[start:], zlib.crc32(vision.encode())):
                 return None
             tensors = load(data)
-            return Video(key, None, tensors.pop('rows'), tensors, json.loads(vision))
+            return Video(key, rows=tensors.pop('rows'), inputs=tensors, vision=json.loads(vision))
         except Exception:  # json's, safetensors', the system's: no base class in common
             return None
 
     def pixels(self, frames, times=None):
         """Backbone.pixels of Videos; plain frames are what they always were."""
         if not any(isinstance(f, Video) for f in frames):
-            return self.pixels_of(frames, times) if times else self.pixels_of(frames)
+            return self.pixels_of(frames, times)
         parts, visions, rows, who = [], [], [], []
-        for i, v in enumerate(frames):
+        for v in frames:
             if v.rows is not None:
                 inputs, vision = v.inputs, v.vision
                 rows.append(v.rows)
                 who.append(None)
             else:
-                more = ([times[i]],) if times else ()
-                inputs, (vision,) = self.pixels_of([v.frames], *more)
+                inputs, (vision,) = self.pixels_of([v.frames], v.times and [v.times])
                 who.append((v.key, json.dumps(vision, default=float)))
             parts.append(inputs)
             visions.append(vision)

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,6 +90,24 @@ def test_full_half_full_and_no_cache_give_the_same(method, family, tiny_data, tm
     forbid(monkeypatch, model)
     assert encode(model, videos(model, tiny_data, tmp_path)).equal(first)
     assert (first[0] - first[1]).abs().max() > 1e-3
+
+
+def test_the_videos_own_times_are_told_with_and_without_the_cache(family, tiny_data, tmp_path):
+    model = make('mars', family)
+    plain = list(videos(model, tiny_data))
+    assert plain[0].times == [.125, .5, .75, 1.0]  # 8 frames a second: of 3 the 2nd, 5th, 7th
+    want = model.collate(plain)['video']
+    untimed = model.collate([replace(s, times=None) for s in plain])['video']
+    timed = model.backbone.family in ('qwen2_5_vl', 'qwen3_vl', 'video_llama_3', 'smolvlm')
+    assert timed != all(untimed[k].equal(want[k]) for k in ('input_ids', 'position_ids'))
+    for cache in ('missing', 'half there', 'all there'):
+        said = vision_cache.fill(model, model.collate(list(videos(model, tiny_data, tmp_path)))[
+            'video'])
+        for key in said.keys() - {'features'}:
+            close(said[key], want[key], atol=0, rtol=0)
+        if cache == 'missing':
+            for file in sorted(tmp_path.glob('*/*'))[::2]:
+                file.unlink()
 
 
 def test_a_row_does_not_depend_on_the_batch(tiny_qwen2vl, tiny_data, tmp_path):

@@ -5,6 +5,7 @@ python -m pytest tests/test_caption_loss.py -v
 """
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -17,8 +18,8 @@ import caption_loss as C
 import train
 from checkpoint import trainable_state
 from configurator import configure
-from conftest import ROOT
-from data import Item
+from conftest import ROOT, make_family
+from data import Item, Videos, load_annotations
 
 
 def settings(**given):
@@ -60,6 +61,15 @@ def test_it_is_the_loss_of_transformers_and_of_a_loop(tiny_qwen2vl):
             first.append(int(p.argmax()) == int(inputs["input_ids"][i, at]))
     torch.testing.assert_close(nll, torch.stack(want))
     assert right.tolist() == first
+
+
+def test_the_prompt_tells_the_videos_own_times(tiny_data, tmp_path):
+    backbone = backbones.load(make_family(tmp_path, "video_llama_3"))
+    items = load_annotations(os.path.join(tiny_data, "test.jsonl"))[:2]
+    videos = Videos(items, os.path.join(tiny_data, "videos"), 2)
+    inputs = C.Asked(backbone, "<video>\nDescribe.", items)(list(videos))
+    for text in backbone.tokenizer.batch_decode(inputs["input_ids"]):
+        assert re.findall(r"Time [\d.]+s:", text) == ["Time 0.2s:", "Time 0.8s:"]  # .25, .75
 
 
 def test_queries_cost_nothing_and_what_changes_weights_is_seen(tiny_qwen2vl, tiny_data, tmp_path,

@@ -106,6 +106,8 @@ def test_pairs_texts_and_videos(files):
     videos = data.Videos(items, files, 4)
     assert len(videos) == 2 and videos[1].caption is None and videos[1].index == 1
     assert indices(videos[1].frames) == [0, 1, 1, 2]
+    when = {"id0": [.48, 1.48, 2.48, 3.48, 4.0], "id1": [0.0, .04, .04, .08, .12]}  # at 25 a second
+    assert [s.times for s in (*got, *videos)] == [when[s.id] for s in (*got, *videos)]
 
 
 def list_of(samples):
@@ -220,23 +222,29 @@ def test_frame_cache_is_used_renewed_and_repaired(files, tmp_path, monkeypatch):
 
     def frames(**how):
         how = {"num_frames": 4, "size": 24, "min_decoded": 0.5, "video_timeout": 0, **how}
-        return data.Videos(items_of("v.mp4"), tmp_path, frame_cache=str(cache), **how)[0].frames
+        sample = data.Videos(items_of("v.mp4"), tmp_path, frame_cache=str(cache), **how)[0]
+        if how["num_frames"] == 4 and "sampler" not in how and not count["other"]:
+            assert sample.times == [.48, 1.48, 2.48, 3.48, 4.0]
+        return sample.frames
 
     want = frames()
     assert np.array_equal(frames(), want) and count["decoded"] == 1
     file, = cache.iterdir()
-    for broken in (file.read_bytes()[:-100], b"", b"junk"):
+    whole = file.read_bytes()
+    # cut inside the frames; before the times, as in files of another format; inside the times
+    for broken in (whole[:-1000], whole[:128 + want.nbytes], whole[:-20], b"", b"junk"):
         file.write_bytes(broken)
         assert np.array_equal(frames(), want)
-    assert count["decoded"] == 4 and np.array_equal(frames(), want) and count["decoded"] == 4
+    assert count["decoded"] == 6 and np.array_equal(frames(), want) and count["decoded"] == 6
     frames(num_frames=5), frames(size=0), frames(sampler="linspace")
-    assert count["decoded"] == 7 and len(list(cache.iterdir())) == 4
+    assert count["decoded"] == 9 and len(list(cache.iterdir())) == 4
     os.utime(source, ns=(1, 1))
     frames()
-    assert count["decoded"] == 8
+    assert count["decoded"] == 10
+    count["other"] = 1
     source.write_bytes((files / "truncated.mp4").read_bytes())  # partial: named anew in every run
     frames(), frames()
-    assert count["decoded"] == 10
+    assert count["decoded"] == 12
 
 
 # -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -25,15 +26,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import backbones
 import eval as evaluation
 import moments
 import page
 import search
 import shelf
 import train
-from conftest import ROOT, make_clip, make_clips, make_qwen2vl
+from conftest import ROOT, make_clip, make_clips, make_family, make_qwen2vl
 from data import Item
-from video import BadVideo, read_frames
+from model_mars import MARS, MARSConfig
+from video import BadVideo, read_clip
 
 DEFAULTS = {k: d for k, (_, d, _) in search.read_settings(search.__file__).items()}
 
@@ -620,14 +623,54 @@ def test_windows_hold_the_frames_of_their_time_and_the_video_is_decoded_once(tmp
     monkeypatch.setattr(moments, "frames_of", lambda p: [decoded.append(1) or f
                                                          for f in real(p) or []])
     got = []
-    for start, end, frames in moments.pieces(file, 4, size=16, seconds=4.0):
+    for start, end, frames, times in moments.pieces(file, 4, size=16, seconds=4.0):
         got.append((start, end, [number(f) for f in frames]))
         assert frames.shape == (4, 16, 16, 3)
+        # a window's count from its start, to the last bit
+        assert times == ([.5, 1.5, 2.5, 3.5, 4.0] if start is not None else
+                         [1.2, 3.7, 6.2, 8.7, 10.0])
     # the middles of four seconds each: .5, 1.5, 2.5, 3.5 after the start
     assert got[:-1] == [(s, s + 4, [10 * s + 5, 10 * s + 15, 10 * s + 25, 10 * s + 35])
                         for s in (0, 2, 4, 6)]
     assert got[-1] == (None, 10.0, [12, 37, 62, 87])  # the whole, as read_frames samples it
     assert len(decoded) == 100
+
+
+def test_a_windows_times_count_from_the_frame_that_is_on_screen_as_it_begins(tmp_path):
+    # 2 frames a second, 7.5 s; windows of 3.3 s begin at 0, 1.65, 3.3 and 4.2 s: the frames on
+    # screen then are those of 0, 1.5, 3 and 4 s
+    file = grey(tmp_path / "a.mp4", 15, rate=2)
+    got = list(moments.pieces(file, 3, size=16, seconds=3.3))
+    # sampled .55, 1.65, 2.75 s after the start
+    assert [times for *_, times in got] == [
+        [.5, 1.5, 2.5, 3.3],    # .55, 1.65, 2.75
+        [.5, 1.5, 2.5, 3.3],    # 2.2, 3.3, 4.4: frames of 2, 3 and 4 s
+        [.5, 1.5, 3.0, 3.3],    # 3.85, 4.95, 6.05
+        [.5, 1.5, 2.5, 3.3],    # 4.75, 5.85, 6.95
+        [1.0, 3.5, 6.0, 7.5]]
+
+
+def test_the_times_of_windows_and_queries_reach_the_prompt(tmp_path):
+    path = make_family(tmp_path / "qwen3", "qwen3_vl")
+    model = MARS(MARSConfig(backbone=path, num_slots=2, lora_r=2, num_frames=4),
+                 backbones.load(path))
+    cfg = SimpleNamespace(num_frames=4, sampler="uniform", frame_size=16, reader="pyav",
+                          min_decoded=0.9)
+    seen = []
+
+    def texts(inputs):
+        rows = model.backbone.tokenizer.batch_decode(torch.as_tensor(inputs["input_ids"]))
+        return [re.findall("<[0-9.]+ seconds>", row) for row in rows]
+
+    file = grey(tmp_path / "a.mp4", 100)
+    for spans, inputs in search.piece_reader(SimpleNamespace(cfg=cfg, model=model), 4.0)(file):
+        seen += zip(spans, texts(inputs))
+    # the middle of two frames .5 and 1.5, 2.5 and 3.5 s after the window's start
+    assert seen[:-1] == [((s, s + 4), ["<1.0 seconds>", "<3.0 seconds>"]) for s in (0, 2, 4, 6)]
+    assert seen[-1] == ((None, 10.0), ["<2.5 seconds>", "<7.4 seconds>"])  # 1.2, 3.7, 6.2, 8.7
+    run = SimpleNamespace(cfg=cfg, features=lambda side, samples: texts(
+        model.collate(samples)[side]))
+    assert search.Run.video_features(run, [file]) == [["<2.5 seconds>", "<7.4 seconds>"]]
 
 
 def test_memory_stays_flat(tmp_path, monkeypatch):
@@ -674,8 +717,8 @@ def test_a_damaged_video_keeps_the_windows_that_can_be_read(tmp_path):
     with pytest.raises(BadVideo, match="s of 10.0 s decode, less than min_decoded=0.9"):
         list(moments.pieces(file, 4, size=16, seconds=4.0))
     got = list(moments.pieces(file, 4, size=16, seconds=4.0, min_decoded=0.5))
-    whole = read_frames(file, 4, size=16, min_decoded=0.5)
-    assert np.array_equal(got[-1][2], whole)
+    whole, times = read_clip(file, 4, size=16, min_decoded=0.5)
+    assert np.array_equal(got[-1][2], whole) and got[-1][3] == times
     assert got[0][:2] == (0, 4) and [number(f) for f in got[0][2]] == [5, 15, 25, 35]
     assert got[-1][0] is None and 4 < got[-1][1] < 9
 

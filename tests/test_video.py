@@ -18,7 +18,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from clips import encode, full_decode, indices, middles, picture, remux
+from clips import encode, full_decode, indices, middles, picture, ramp, remux
 
 import video
 
@@ -111,6 +111,37 @@ def test_both_readers_give_the_pixels_of_a_full_decode(files, name):
         except video.BadVideo as e:
             assert "reader=pyav" in str(e)
     assert right in (0, 3) and (right or name not in ("ok.mp4", "pic.mp4", "pic.mkv", "vfr.mp4"))
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_times_are_those_of_the_frames_and_the_end_is_the_videos(files, name):
+    _, when = full_decode(files / name)
+    for T in (1, 7, 16):
+        want = [float(when[i]) for i in [*middles(when, T), -1]]
+        if len(when) == 2:  # an image
+            want = [0.0] * T + [1 / 25]
+        if name == "raw.h264":  # it has no stamps, only a frame rate
+            want = [t / 25 for t in want]
+        assert video.decode(str(files / name), T)[1] == want, T
+        try:
+            assert video.decode(str(files / name), T, reader="decord")[1] == want, T
+        except video.BadVideo as e:
+            assert "reader=pyav" in str(e)
+
+
+def test_times_by_hand(tmp_path):
+    def times(T, sampler="uniform", **how):
+        return video.decode(encode(tmp_path / "x.mp4", ramp(**how), rate=rate), T, sampler)[1]
+
+    rate = Fraction(30000, 1001)
+    assert times(4, n=40) == [i * 1001 / 30000 for i in (5, 15, 25, 35, 40)]
+    rate = 25
+    assert times(8, n=3) == [0, 0, 0, .04, .04, .08, .08, .08, .12]  # frames repeat, so do times
+    rate = 2  # 50 s: the first 30 are the whole of the video for these two
+    assert times(3, "first30", n=100) == [5, 15, 25, 30]
+    assert times(3, "linspace30", n=100) == [0, 14.5, 29, 30]
+    assert times(3, "linspace", n=100) == [0, 24.5, 49, 50]
+    assert times(2, "first30", n=8) == [1, 3, 4]
 
 
 def test_time_not_index_picks_the_frame(files):
@@ -207,7 +238,8 @@ def test_image_is_a_video_of_one_frame(files):
 def test_hidden_frames_of_a_cut_are_not_counted(files):
     # time 0 was moved to frame 30 without decoding: 70 frames are shown
     assert indices(read(files / "edit.mp4", 7)) == [35, 45, 55, 65, 75, 85, 95]
-    assert video.decode(str(files / "edit.mp4"), 7)[1] is None
+    _, times, partial = video.decode(str(files / "edit.mp4"), 7)
+    assert partial is None and times == [.2, .6, 1.0, 1.4, 1.8, 2.2, 2.6, 2.8]
     with pytest.raises(video.BadVideo, match="hidden by an edit list"):
         read(files / "edit.mp4", reader="decord")
 
@@ -215,8 +247,9 @@ def test_hidden_frames_of_a_cut_are_not_counted(files):
 def test_a_copy_cut_off_its_keyframe_is_read_from_the_first_frame_that_decodes(files):
     everything, times = full_decode(files / "late_key.mp4")
     assert 70 <= len(everything) < 87  # packets are there
-    frames, partial = video.decode(str(files / "late_key.mp4"), 8)
+    frames, when, partial = video.decode(str(files / "late_key.mp4"), 8)
     assert partial is None and np.array_equal(frames, everything[middles(times, 8)])
+    assert when == [float(times[i]) for i in [*middles(times, 8), -1]]
 
 
 @pytest.mark.parametrize("name, says", [
@@ -256,8 +289,9 @@ def test_partial_file_is_reported_and_read_where_it_decodes_or_refused(files, na
     assert row["state"] == "partial" and row["frames"] == len(everything)
     assert name == "truncated.mkv" or row["why"] == f"{len(everything)} of 100 frames decode"
     for T in (1, 8):  # though one frame is far from the damage
-        frames = video.read_frames(str(files / name), T, min_decoded=0)
+        frames, when = video.read_clip(str(files / name), T, min_decoded=0)
         assert np.array_equal(frames, everything[middles(times, T)])
+        assert when == [float(times[i]) for i in [*middles(times, T), -1]]
         said = capfd.readouterr().err
         assert said.count(name) == 1 and "partial" in said and row["why"] in said
     if name == "damaged.mkv":  # one frame of 100
@@ -376,8 +410,9 @@ def test_the_process_gives_what_a_call_here_gives(files):
     p = video.Process(20)
     for name in ("pic.mp4", "one.mp4", "pic.mp4"):
         how = (str(files / name), 4, "uniform", "pyav", 32)
-        frames, partial = p.call("decode", *how)
+        frames, times, partial = p.call("decode", *how)
         assert partial is None and np.array_equal(frames, video.decode(*how)[0])
+        assert times == video.decode(*how)[1] and len(times) == 5
     here = str(files / "text.mp4"), 4
     with pytest.raises(video.BadVideo) as a, video.said_of("", video.Head()):
         video.decode(*here)
@@ -415,7 +450,7 @@ def test_real_clips_agree_with_their_full_decode():
     for name, facts in manifest.items():
         for reader in ("pyav", "decord"):
             try:
-                frames, partial = video.decode(str(SHARED / name), 8, reader=reader)
+                frames, _, partial = video.decode(str(SHARED / name), 8, reader=reader)
             except video.BadVideo as e:
                 assert reader == "decord" and name in str(e)
                 continue

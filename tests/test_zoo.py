@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 from contextlib import nullcontext
+from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,8 +20,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import backbones
+import data
 import eval as evaluation
 import train
+import video
+from clips import encode, indices, ramp
 from configurator import configure
 from conftest import make_family
 from model_mars import MARS, MARSConfig
@@ -106,9 +110,9 @@ def test_frames_and_prompt_are_those_of_the_familys_processor(family, folder_of)
             frames[3, :, :W // 2] = frames[2, :, :W // 2]
         if T == 1 and family == 'qwen3_vl':  # it takes no single frame, see the next test
             continue
-        x = backbone.collate('<video> Go:', frames=[frames], times=[[i / 2 for i in range(T)]])
+        x = backbone.collate('<video> Go:', frames=[frames], times=[[i / 2 for i in range(T + 1)]])
         meta = transformers.video_utils.VideoMetadata(
-            total_num_frames=T, fps=2.0, frames_indices=list(range(T)))
+            total_num_frames=T, fps=2.0, duration=T / 2, frames_indices=list(range(T)))
         y = theirs(text=[backbone.chat.format(f'{word} Go:')], videos=[frames],
                    video_metadata=[meta], do_sample_frames=False, return_tensors='pt', **how)
         where = f'{family}, {T} frames of {W}x{H}'
@@ -120,8 +124,95 @@ def test_frames_and_prompt_are_those_of_the_familys_processor(family, folder_of)
         assert compared == {'internvl': 1, 'smolvlm': 1, 'video_llama_3': 4}.get(family, 2)
         if T > 1 or family.startswith('qwen2'):  # ours writes a single frame as an image
             assert x['input_ids'].tolist() == y['input_ids'].tolist(), where
-        if T > 1 and family == 'qwen2_5_vl':
-            close(x['second_per_grid_ts'], y['second_per_grid_ts'].float())
+        if family == 'qwen2_5_vl':
+            close(x['second_per_grid_ts'], y['second_per_grid_ts'].float(), atol=0, rtol=0)
+
+
+TIMED = ['qwen2_5_vl', 'qwen3_vl', 'video_llama_3', 'smolvlm']
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_real_times_are_those_of_the_familys_processor(family, folder_of, tmp_path):
+    """Files of known frame rate; which frames were read is told by their grey."""
+    pytest.importorskip('torchvision')
+    if family == 'smolvlm':
+        pytest.importorskip('num2words')
+    backbone = backbones.load(folder_of(family, True))
+    theirs = transformers.AutoProcessor.from_pretrained(folder_of(family, True))
+    word = OWN_WORD.get(family, '<|video_pad|>')
+    if family.startswith('qwen2'):
+        word = f'<|vision_start|>{word}<|vision_end|>'
+    told = set()
+    for n, rate, T, sampler in ((100, 25, 8, 'uniform'), (97, Fraction(30000, 1001), 5, 'fps3'),
+                                (3, 25, 7, 'uniform'), (100, 1, 16, 'uniform'),
+                                (61, Fraction(24000, 1001), 16, 'linspace')):
+        file = encode(tmp_path / 'x.mp4', ramp(n), options={'crf': '4'}, rate=rate)
+        frames, times = video.read_clip(file, T, sampler)
+        meta = transformers.video_utils.VideoMetadata(
+            total_num_frames=n, fps=float(rate), duration=float(n / rate),
+            frames_indices=indices(frames))
+        x = backbone.collate('<video> Go:', frames=[frames], times=[times])
+        y = theirs(text=[backbone.chat.format(f'{word} Go:')], videos=[frames],
+                   video_metadata=[meta], do_sample_frames=False, return_tensors='pt')
+        assert x['input_ids'].tolist() == y['input_ids'].tolist(), (n, rate)
+        if family == 'qwen2_5_vl':
+            close(x['second_per_grid_ts'], y['second_per_grid_ts'].float(), atol=0, rtol=0)
+            close(x['position_ids'], backbone.model.model.get_rope_index(
+                y['input_ids'], y['mm_token_type_ids'], video_grid_thw=y['video_grid_thw'],
+                second_per_grid_ts=y['second_per_grid_ts'])[0])
+        plain = backbone.collate('<video> Go:', frames=[frames])
+        same = [plain[k].equal(x[k]) for k in x]
+        told.add(all(same))
+        assert plain.keys() == x.keys() and (all(same) or family in TIMED)
+    assert told == {family not in TIMED}
+
+
+@pytest.mark.parametrize('family', TIMED)
+def test_times_are_given_for_all_frames_of_all_items_or_for_none(family, folder_of):
+    backbone, some = backbones.load(folder_of(family)), samples([0, 2])
+    for s in some:
+        s.times = [i / 4 for i in range(len(s.frames) + 1)]
+    x = backbone.collate_samples(some, VIDEO)
+    want = backbone.collate(VIDEO, frames=[s.frames for s in some], times=[s.times for s in some])
+    close(x, want)
+    some[1].times = None
+    with pytest.raises(ValueError, match="1 of 2 samples have no times, the first is 'clip2'; a b"):
+        backbone.collate_samples(some, VIDEO)
+    assert backbone.collate_samples(some, TEXT).keys() == {
+        'input_ids', 'attention_mask', 'mm_token_type_ids', 'position_ids', 'append_pos', 'cut'}
+    some[1].times = [0.0] * 5
+    with pytest.raises(ValueError, match='clip2: 5 frames have 5 times; give one for each, and on'):
+        backbone.collate_samples(some, VIDEO)
+
+
+@pytest.mark.parametrize('method', ['mars', 'slq'])
+@pytest.mark.parametrize('cache', ['frame_cache', 'cache_vision'])
+def test_real_times_reach_the_prompt_in_training_and_evaluation(
+        method, cache, folder_of, tiny_data, tmp_path, monkeypatch):
+    path, seen, decoded = folder_of('qwen3_vl'), [], []
+    tokenizer = backbones.load(path).tokenizer
+    keep, decode = backbones.Backbone.collate, data.Clips.decode
+
+    def collate(backbone, prompt, captions=None, frames=None, **how):
+        x = keep(backbone, prompt, captions, frames, **how)
+        if frames is not None:
+            seen.extend(re.findall('<[0-9.]+ seconds>', text)
+                        for text in tokenizer.batch_decode(x['input_ids']))
+        return x
+
+    monkeypatch.setattr(backbones.Backbone, 'collate', collate)
+    monkeypatch.setattr(data.Clips, 'decode', lambda clips, file: decoded.append(file) or
+                        decode(clips, file))
+    own = {} if method == 'mars' else dict(lora_r=None, lora_alpha=None, lora_dropout=None)
+    args = argv(tmp_path / 'run', tiny_data, path, model=method, max_steps=8, num_frames=4,
+                **{cache: tmp_path / 'cache'}, **own)
+    train_here([a for a in args if not a.endswith('=None')])
+    # 8 frames a second, 1 s: of 4 frames, those of .125 and .375, .625 and .875 s
+    assert len(seen) == 2 * (24 + 8) and len(decoded) == 24 + 8
+    for _ in ('missing', 'there'):
+        evaluation.main(configure(evaluation.__file__, [f'--ckpt={tmp_path / "run"}']))
+    assert len(seen) == 64 + 2 * 10 and len(decoded) == 32 + 10
+    assert all(row == ['<0.2 seconds>', '<0.8 seconds>'] for row in seen)
 
 
 def test_a_single_frame_is_an_image(folder_of):
@@ -145,7 +236,7 @@ PROMPTS = {  # of 3 frames of 16x16, 4 tokens each or for each two; and of one
     'qwen3_vl': ('<0.5 seconds>SPPPPE<2.0 seconds>SPPPPE', 'SPPPPE'),
     'internvl': ('Frame1: SPPPPE\nFrame2: SPPPPE\nFrame3: SPPPPE', 'SPPPPE'),
     'video_llama_3': ('Time 0.0s:PPPP,Time 1.0s:PPPP,Time 2.0s:PPPP', 'PPPP'),
-    'smolvlm': ('You are provided the following series of three frames from a 0:00:02 [H:MM:SS] '
+    'smolvlm': ('You are provided the following series of three frames from a 0:00:03 [H:MM:SS] '
                 'video.\n\nFrame from 00:00:SPPPPE\nFrame from 00:01:SPPPPE\nFrame from 00:02:'
                 'SPPPPE\n\n', 'SPPPPE')}
 MARKS = {'internvl': ('<img>', '<IMG_CONTEXT>', '</img>'),

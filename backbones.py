@@ -127,8 +127,9 @@ class Backbone:
     @cached_property
     def vision_ids(self):
         """Ids of the special tokens in the text that stands for a video."""
-        frame = torch.zeros(1, 32, 32, 3, dtype=torch.uint8).numpy()
-        text = self.vision(self.pixels([frame])[1][0])
+        with torch.device('cpu'):  # where the model is built on no device at all, too
+            frame = torch.zeros(1, 32, 32, 3, dtype=torch.uint8).numpy()
+            text = self.vision(self.pixels([frame])[1][0])
         return set(self.ids(text)) & set(self.tokenizer.get_added_vocab().values())
 
     def check_prompt(self, prompt):

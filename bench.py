@@ -31,6 +31,9 @@ clips = 50              # loader: how many of them
 decode_frames = 12      # decode: frames per clip
 decode_seconds = 30     # decode: length of the clips, 640x360 at 25 frames per second
 pairs = 1000            # matching: texts and videos
+items = 100_000         # search: MARS items of 4 slots x slot_width, random: 1.43 GB on disk and
+slot_width = 896        # three times that in memory (with the paper's 3,584: 5.7 GB and 17 GB)
+pha_run = 'out/demo_pha'  # search: a PHA-Net whose preselection is compared with scoring all
 # end of settings
 
 if __name__ == '__main__':  # before torch is imported, so that --help and typos answer at once
@@ -48,6 +51,7 @@ from dataclasses import replace
 from functools import partial
 from json import dump, dumps
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -57,6 +61,8 @@ import transformers
 import backbones
 import data as datalib
 import eval as evaluation
+import search as searchlib
+import shelf
 import train
 import video
 from checkpoint import describe
@@ -68,6 +74,7 @@ GOAL = 1.10  # encoding may cost 10% more than the bare backbone, in time and in
 DECODE_GOALS = {'OpenCV, all frames': 5.0, 'bare decord': 0.9}  # times as fast as these
 SLQ_GOALS = {'faster than plain': 1.8, 'faster than plain with checkpointing': 2.6,
              'less memory than plain': 4.0}  # of the prefix-cache step, at L about 280 and N = 20
+SEARCH_GOAL = 1.2  # a query may take 20% longer than the faster of torch and faiss
 MIB = 2 ** 20
 
 # -----------------------------------------------------------------------------
@@ -576,8 +583,99 @@ def clustering(cfg, device):
     return {'cases': cases}
 
 
+class Made(shelf.Writer):
+    """An index of vectors x [n, M, D] that no video stands behind."""
+
+    def __init__(self, folder, x, dtype):
+        super().__init__(folder, dict(format=shelf.FORMAT, run={}, moments=0.0, dtype=dtype))
+        self.x, self.dtype = x, dtype
+        self.lines = {f'{i:09d}.mp4': dict(path=f'{i:09d}.mp4', size=1, mtime_ns=1, end=1.0,
+                                           digest='0' * 16, moments=[]) for i in range(len(x))}
+
+    def tensors(self, line):
+        i = int(line['path'][:9])
+        return shelf.pack({'slots': self.x[i:i + 1]}, self.dtype)
+
+
+@torch.no_grad()
+def search(cfg, device):
+    """A query in an index on disk against a product of matrices in memory, by torch and by faiss;
+    and what PHA-Net's preselection finds of what scoring everything finds."""
+    M, n, device = 4, cfg.items, torch.device('cpu')
+    rng = torch.Generator().manual_seed(0)
+    x = torch.empty(n, M, cfg.slot_width)
+    for part in x.split(4096):
+        part.copy_(F.normalize(torch.randn(part.shape, generator=rng), dim=-1))
+    queries = {'slots': F.normalize(torch.randn(32, M, cfg.slot_width, generator=rng), dim=-1)}
+    one = {'slots': queries['slots'][:1]}
+    model = SimpleNamespace(config=SimpleNamespace(aggregation='uniform'),
+                            beta=lambda: torch.full((M,), 1 / M))
+    model.similarity = partial(MARS.similarity, model)
+    run = SimpleNamespace(model=model, device=device)
+    q = searchlib.as_vectors(model, one, True)  # [1, M * D]
+    flat = x.flatten(1)
+
+    with tempfile.TemporaryDirectory() as folder:
+        readers = {}
+        for dtype in ('fp32', 'int8'):
+            Made(os.path.join(folder, dtype), x, dtype).compact()
+            readers[dtype] = shelf.Reader(os.path.join(folder, dtype))
+        variants = {'torch, matmul and topk': lambda: (q @ flat.T).topk(10)}
+        if importlib.util.find_spec('faiss'):
+            import faiss
+            faiss.omp_set_num_threads(torch.get_num_threads())
+            exact = faiss.IndexFlatIP(flat.shape[1])
+            exact.add(flat.numpy())
+            variants['faiss, IndexFlatIP'] = lambda: exact.search(q.numpy(), 10)
+        else:
+            print("\nsearch: faiss is not installed, so it is left out: pip install faiss-cpu")
+        for dtype, reader in readers.items():
+            variants[f'search.py, {dtype} on disk'] = partial(
+                searchlib.search, run, reader, one, 10)
+        want = (q @ flat.T).topk(10).indices[0].tolist()
+        got = [h['row'] for h in searchlib.search(run, readers['fp32'], one, 10)]
+        if got != want:
+            raise ValueError(f"search: {got} are found, {want} are the best; run "
+                             "tests/test_search.py")
+        rows = compare(variants, cfg.rounds, device, memory=False)
+        case = (f"{n} items of {M} x {cfg.slot_width}, {x.numel() * 4 / 1e9:.2f} GB in fp32, one "
+                "query, the best 10")
+        show(f"search: {case}", rows)
+        agree = searchlib.agree(*(torch.cat([
+            searchlib.as_vectors(model, queries, True) @ searchlib.as_vectors(model, f).T
+            for _, f in readers[dtype].chunks(searchlib.BLOCK)], 1) for dtype in readers))
+        print(f"  int8 against fp32: {agree}")
+    ratio = rows[-2]['ms'] / min(r['ms'] for r in rows[:-2])
+    print(f"  goal: fp32 at most {SEARCH_GOAL} of the faster of the others: {ratio:.2f}, "
+          f"{'met' if ratio <= SEARCH_GOAL else 'NOT met'}")
+    return {'cases': [{'case': case, 'rows': rows, 'int8': agree}],
+            'preselection': preselection(cfg, device)}
+
+
+def preselection(cfg, device):
+    """Of the best 1 and 10 by all three levels, how many are among the best P by the global one."""
+    try:
+        run = searchlib.load(cfg.pha_run, device='cpu')
+        settings = run.cfg
+        items = datalib.load_annotations(os.path.join(settings.data, 'test.jsonl'))
+        text, row, _, video, _, _ = evaluation.encode_split(run.model, items, settings, 'test')
+    except (OSError, ValueError) as e:
+        print(f"  preselection: skipped, {e}")
+        return None
+    S = evaluation.similarity(run.model.similarity, text, video, quiet=True)
+    order, out = (text['G'] @ video['G'].T).argsort(dim=1, descending=True, stable=True), {}
+    place = order.argsort(1)  # [Nt, Nv]
+    print(f"  preselection of {cfg.pha_run}, {S.shape[0]} captions, {S.shape[1]} videos: of the "
+          "best 1 (10) by all levels")
+    for P in (10, 20, 50, 100, 200):
+        out[P] = [100 * (place.gather(1, S.topk(k).indices) < P).float().mean().item()
+                  for k in (1, 10)]
+        print(f"    {out[P][0]:.1f} % ({out[P][1]:.1f} %) are among the best {P} by the global one")
+    return out
+
+
 BENCHES = {'encode': encode, 'grad_cache': grad_cache, 'loader': loader, 'decode': decode,
-           'matching': matching, 'clustering': clustering, 'slq': slq}
+           'matching': matching, 'clustering': clustering, 'slq': slq, 'search': search}
 
 # -----------------------------------------------------------------------------
 # the run
@@ -588,7 +686,8 @@ def main(cfg):
     if unknown:
         raise ValueError(f"only: there is no bench '{unknown[0]}'; there are {', '.join(BENCHES)}")
     for key in ('rounds', 'train_rounds', 'batch', 'demo_batch', 'num_frames', 'train_frames',
-                'clips', 'layers', 'pairs', 'decode_frames', 'decode_seconds'):
+                'clips', 'layers', 'pairs', 'decode_frames', 'decode_seconds', 'items',
+                'slot_width'):
         if getattr(cfg, key) < 1:
             raise ValueError(f"{key} is {getattr(cfg, key)}, the least is 1")
     if cfg.train_batch < 2 or cfg.hidden % 32 or cfg.hidden < 32 or min(cfg.chunks, default=1) < 1:

@@ -25,6 +25,7 @@ by = ""                # also T2V for each value of this field of the annotation
 within = ""            # with by: and how often the right video beats one of another value that has
                        # this field in common with it (demo: family, so each clip and its siblings)
 json = ""              # also write the result to this file (<run>/metrics.json is always written)
+report = ""            # also write a page (HTML) of captions whose video is not first, worst first
 compare = ""           # comma-separated run folders: one table from their metrics.json, nothing run
 device = "auto"        # cuda, cpu; auto: a GPU if there is one
 # what follows is as in training unless it is given
@@ -101,6 +102,7 @@ def configured():
     if not args.compare:
         from data import find_annotations  # numpy is imported, torch is not
         check_output("json", args.json)
+        check_output("report", args.report)
         results = os.path.join(args.ckpt, "metrics.json")
         if args.json and os.path.realpath(args.json) == os.path.realpath(results):
             raise ValueError(f"json '{args.json}' is where the run keeps the results of all its "
@@ -125,6 +127,8 @@ from data import Texts, Videos, load_annotations, make_loader, reading
 PROTOCOLS = ("best", "group")      # of V2T, see the setting v2t
 METRICS = ("R@1", "R@5", "R@10", "MdR", "MnR", "RSum")
 TILE = 512                         # texts x videos scored at once
+REPORTED = 50                      # captions on the page of --report, and
+BEFORE = 3                         # of those ranked before the right video so many
 
 
 # -----------------------------------------------------------------------------
@@ -273,7 +277,7 @@ def encode(model, side, dataset, order, batch_size, num_workers=0, device="cpu",
 
 
 @torch.no_grad()
-def similarity(score, text, video, tile=TILE, device="cpu", say=lambda *_: None):
+def similarity(score, text, video, tile=TILE, device="cpu", say=lambda *_: None, quiet=False):
     """
     score (model.similarity or slot_similarity) in tiles over both axes -> fp32 [..., Nt, Nv].
 
@@ -295,7 +299,7 @@ def similarity(score, text, video, tile=TILE, device="cpu", say=lambda *_: None)
     rows, columns = list(tiles(text)), list(tiles(video))
     mine, strips = rows[rank::n_rank], []
     bar = tqdm(total=len(mine) * len(columns), desc="score", leave=False, unit="tile",
-               disable=rank > 0)
+               disable=quiet or rank > 0)
     for t, nt in mine:
         t, strip = cut(text, t), []
         for v, nv in columns:
@@ -403,9 +407,10 @@ def encode_split(model, items, cfg, split, **how):
 
 
 def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="best", dsl=None,
-             per_slot=False, by="", within=""):
+             per_slot=False, by="", within="", found=None):
     """
     The result of one split as it stands in metrics.json, on every rank alike. dsl: temperature.
+    found: a dict, gets the scores "S" [Nt, Nv] with "owner" and "kept" (see encode_split).
 
     cfg: data, video_root, num_frames, what data.reading wants, num_workers, eval_batch_size, and
     what the model calls its prompts.
@@ -428,6 +433,8 @@ def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="
     S = similarity(model.similarity, text, video, device=device, say=tqdm.write)[row]  # [Nt, Nv]
     check_finite(S, [f"a caption of {items[kept[v]].id}" for v in owner],
                  [items[v].id for v in kept])
+    if found is not None:
+        found |= {"S": S, "owner": owner, "kept": kept}
     result = both_directions(S, S, owner, v2t)
     result |= {"n_text": len(row), "n_video": len(kept), "split": split, "v2t_protocol": v2t,
                "dsl": False, "num_frames": cfg.num_frames,
@@ -444,6 +451,37 @@ def evaluate(model, items, cfg, split, device="cpu", autocast=nullcontext, v2t="
     if by:
         result["by"] = by_field(S, owner, [items[v] for v in kept], by, within)
     return result
+
+
+def failures(S, owner, kept, items):
+    """Captions whose own video is not first, worst first, as page.write_failures wants them."""
+    captions = [c for v in kept for c in items[v].captions]         # [Nt]
+    r = ranks(S, owner)
+
+    def scored(i, v):
+        return items[kept[v]].id, items[kept[v]].video, float(S[i, v])
+
+    out = []
+    for i in r.argsort(descending=True, stable=True).tolist():
+        if r[i] > 1:
+            own = int(owner[i])
+            order = S[i].argsort(descending=True, stable=True).tolist()
+            out.append({"caption": captions[i], "rank": float(r[i]), "true": scored(i, own),
+                        "before": [scored(i, v) for v in order if v != own
+                                   and S[i, v] >= S[i, own]][:BEFORE]})
+    return out
+
+
+def write_report(path, found, items, cfg, split):
+    import page
+    rows, root = failures(items=items, **found), cfg.video_root or os.path.join(cfg.data, "videos")
+    for row in rows[:REPORTED]:
+        for key, of in (("true", [row["true"]]), ("before", row["before"])):
+            of = [(name, os.path.join(root, video), s) for name, video, s in of]
+            row[key] = of[0] if key == "true" else of
+    page.write_failures(path, rows[:REPORTED],
+                        f"split {split}: {len(rows)} of {len(found['owner'])} captions, here are "
+                        f"the {min(REPORTED, len(rows))} whose video ranks worst")
 
 
 # -----------------------------------------------------------------------------
@@ -642,9 +680,10 @@ def main(args):
     load_weights(model, step)
     say(f"{step.resolve().name} of {args.ckpt}, {cfg.model}, on {device}")
     train.tell_cost(model, cfg, say)
+    found = {}
     result = evaluate(model, items, cfg, args.split, device, train.autocast_of(cfg, device),
                       args.v2t, args.dsl_temperature if args.dsl else None, args.per_slot,
-                      args.by, args.within)
+                      args.by, args.within, found)
     result["checkpoint"] = step.resolve().name
     result["data"] = os.path.abspath(cfg.data)
     result["trainable"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -657,6 +696,8 @@ def main(args):
         save_result(Path(args.ckpt, "metrics.json"), result, name)
         if args.json:
             save_result(Path(args.json), result)
+        if args.report:
+            write_report(args.report, found, items, cfg, args.split)
 
 
 if __name__ == "__main__":

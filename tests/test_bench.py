@@ -143,6 +143,16 @@ def test_variants_take_turns(monkeypatch):
     assert [r['time_ratio'] for r in rows] == [1, 1.5, 3] and rows[1]['ms'] == 1500
 
 
+def test_search_finds_what_a_product_of_matrices_finds(capsys):
+    (line,), printed = run(capsys, '--only=search', '--items=300', '--slot_width=32',
+                           '--pha_run=nowhere')
+    names = [r['variant'] for r in line['cases'][0]['rows']]
+    assert names[0].startswith('torch') and names[-2:] == ['search.py, fp32 on disk',
+                                                           'search.py, int8 on disk']
+    assert '300 items of 4 x 32, 0.00 GB in fp32' in printed and 'goal: fp32 at most 1.2' in printed
+    assert 'of 32 queries against 300 items' in printed and 'preselection: skipped' in printed
+
+
 def test_errors_are_one_line_and_json_is_written(capsys, tmp_path):
     for args, word in ((['--only=enc'], 'encode, grad_cache'), (['--rounds=0'], 'rounds is 0'),
                        (['--hidden=50'], 'multiple of 32'), (['--chunks=(0,)'], 'chunks')):

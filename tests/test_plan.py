@@ -26,7 +26,7 @@ VARIANTS = {  # what is allocated at the peak of a step; layers of the backbone
     'slq in chunks': (3, dict(model='slq', content_chunk=2)),
     'slq plain': (3, dict(model='slq', prefix_cache=False, gradient_checkpointing=False)),
     'pha': (0, dict(model='pha', block_init='random')),
-    'pha in chunks': (0, dict(model='pha', block_init='random', batch_size=48, chunk_size=4)),
+    'pha in chunks': (0, dict(model='pha', block_init='random', batch_size=16, chunk_size=4)),
 }
 
 

@@ -25,7 +25,7 @@ demo: .venv/installed
 	$(PY) eval.py --compare $$(echo $(addprefix out/demo_,$(DEMO)) | tr ' ' ,)
 
 test: .venv/installed
-	$(PY) -m pytest -q tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile tests
 
 bench: .venv/installed
 	$(PY) bench.py

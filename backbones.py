@@ -62,6 +62,7 @@ class Backbone:
     tower: Callable = None    # pixel inputs -> [n, W], a row for each LLM token of all videos
     project: Callable = None  # [n, W] -> what `decoder` takes as mm_encoder_outputs
     token_types: bool = False  # does `decoder` have to be told mm_token_type_ids?
+    cache: Any = None     # vision_cache.py's, which then stands before `pixels`
 
     @property
     def hidden_size(self):
@@ -126,8 +127,9 @@ class Backbone:
     @cached_property
     def vision_ids(self):
         """Ids of the special tokens in the text that stands for a video."""
-        frame = torch.zeros(1, 32, 32, 3, dtype=torch.uint8).numpy()
-        text = self.vision(self.pixels([frame])[1][0])
+        with torch.device('cpu'):  # where the model is built on no device at all, too
+            frame = torch.zeros(1, 32, 32, 3, dtype=torch.uint8).numpy()
+            text = self.vision(self.pixels([frame])[1][0])
         return set(self.ids(text)) & set(self.tokenizer.get_added_vocab().values())
 
     def check_prompt(self, prompt):

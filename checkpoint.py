@@ -31,8 +31,8 @@ from tqdm import tqdm
 # what may differ when a run is resumed: none of it changes what is computed, beyond rounding and
 # (chunk_size, as the number of processes) which random masks dropout draws
 MAY_CHANGE = {'resume', 'out_dir', 'max_steps', 'save_every', 'log_every', 'num_workers', 'device',
-              'eval_batch_size', 'frame_cache', 'video_root', 'chunk_size', 'wandb',
-              'wandb_project'}
+              'eval_batch_size', 'frame_cache', 'cache_vision', 'video_root', 'chunk_size', 'wandb',
+              'wandb_project', 'plan', 'plan_gpus'}
 
 
 LEFT_BY_A_KILL = re.compile(r'(\.(step_\d+|latest|best)|config\.json|log\.jsonl)\.\d+\.tmp')

@@ -147,6 +147,7 @@ class Clips:
         self.how = (num_frames, sampler, reader, size)
         self.min_decoded, self.process = min_decoded, video.Process(video_timeout)
         self.frame_cache, self.bad_list = frame_cache, bad_list
+        self.vision = None  # a vision_cache.VisionCache, whose Videos then stand for the frames
         self.bad = {}  # video -> reason, of this process
         self.named = multiprocessing.Array("B", len(items))  # of all workers: 1 partial, 2 bad
 
@@ -156,7 +157,8 @@ class Clips:
             return None, self.bad[i]
         path = os.path.join(self.video_root or "", self.items[i].video)
         try:
-            frames, partial = self.cached(path)
+            frames, partial = self.vision.look(path, self.how, self.cached) if self.vision else \
+                self.cached(path)
         except BadVideo as e:
             if self.on_bad_video == "raise":
                 raise

@@ -34,6 +34,7 @@ video_root: str | None = None      # folder of the videos; "": <data>/videos
 eval_batch_size: int | None = None # items per forward pass of a process
 num_workers: int | None = None     # loader processes
 frame_cache: str | None = None     # folder for decoded frames
+cache_vision: str | None = None    # folder for what the frozen vision tower makes of them
 on_bad_video: str | None = None    # raise, whatever training did; or skip a video that can't be
                                    # read and its captions: the gallery is smaller then
 min_decoded: float | None = None   # share of its frames that has to decode
@@ -119,6 +120,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+import vision_cache
 from checkpoint import check_backbone, load_trainable, read, write_atomic
 from data import Texts, Videos, load_annotations, make_loader, reading
 
@@ -255,9 +257,10 @@ def encode(model, side, dataset, order, batch_size, num_workers=0, device="cpu",
     for batch, (kept, inputs) in zip(mine, bar):
         if not kept:
             continue
-        inputs = {k: v.to(device, non_blocking=True) for k, v in inputs[side].items()}
+        inputs = {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v
+                  for k, v in inputs[side].items()}
         with autocast():
-            features = getattr(model, f"encode_{side}")(inputs)
+            features = getattr(model, f"encode_{side}")(vision_cache.fill(model, inputs))
         parts.append({k: (v.float() if v.is_floating_point() else v).cpu()
                       for k, v in features.items()})
         batch = [batch[i] for i in kept]
@@ -383,6 +386,7 @@ def encode_split(model, items, cfg, split, **how):
     """
     root = cfg.video_root or os.path.join(cfg.data, "videos")
     videos = Videos(items, root, cfg.num_frames, **reading(cfg))
+    videos.clips.vision = vision_cache.attach(model, cfg)
     how |= dict(batch_size=cfg.eval_batch_size, num_workers=cfg.num_workers,
                 source=f"{os.path.join(cfg.data, split)}.jsonl (videos in {root})")
     video, kept, _ = encode(model, "video", videos, range(len(items)), **how)
@@ -601,8 +605,8 @@ def load_settings(args, say=print):
     settings["on_bad_video"] = "raise"           # a smaller gallery has to be asked for
     other = {}                                   # what makes it another result than the run's own
     for key in ("data", "video_root", "eval_batch_size", "num_workers", "frame_cache",
-                "on_bad_video", "min_decoded", "video_timeout", "reader", "num_frames",
-                "text_prompt", "video_prompt", "paragraph", "backbone"):
+                "cache_vision", "on_bad_video", "min_decoded", "video_timeout", "reader",
+                "num_frames", "text_prompt", "video_prompt", "paragraph", "backbone"):
         value = getattr(args, key, None)         # figures.py asks for fewer of them
         if value is None or value == settings.get(key):
             continue
@@ -612,7 +616,8 @@ def load_settings(args, say=print):
         if key in ("num_frames", "text_prompt", "video_prompt", "paragraph"):
             say(f"warning: {key} is {value!r} here and {settings.get(key)!r} in training; the "
                 "result is not the run's")
-        if key not in ("eval_batch_size", "num_workers", "frame_cache", "video_timeout", "reader"):
+        if key not in ("eval_batch_size", "num_workers", "frame_cache", "cache_vision",
+                       "video_timeout", "reader"):
             other[key] = value
         settings[key] = value
     settings["out_dir"] = args.ckpt              # where the run is now

@@ -100,8 +100,8 @@ class SLQConfig:
 
 
 def per_token(key, x, mask):
-    """Is this input [B, L], or positions [3, B, L], as mask [B, L] is? Else it is pixels."""
-    return x.shape[-2:] == mask.shape and not key.startswith("pixel_values")
+    """Is this input [B, L], or positions [3, B, L], as mask [B, L] is? Else it is the videos'."""
+    return x.shape[-2:] == mask.shape and not key.startswith(("pixel_values", "features"))
 
 
 class Filled(Exception):

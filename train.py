@@ -29,6 +29,7 @@ sampler = 'uniform'      # how frames are picked in time, see video.py: uniform,
 reader = 'pyav'          # what decodes: pyav, or decord, which refuses what it would get wrong
 frame_size = 0           # resize the shorter side of decoded frames to this; 0: as they are
 frame_cache = ''         # folder for decoded frames: each video is decoded once; empty: every time
+cache_vision = ''        # folder for what the frozen vision tower makes of each video, once; or ''
 on_bad_video = 'raise'   # an unreadable video: 'raise' stops, 'skip' takes the next pair and counts
 min_decoded = 0.9        # a video is unreadable if a smaller share of it decodes, else `partial`
 video_timeout = 60.0     # or if decoding takes longer, in seconds; 0: wait for ever
@@ -55,6 +56,9 @@ dtype = 'auto'           # frozen weights, autocast: float32, bfloat16; auto: bf
 device = 'auto'          # cuda or cpu; auto: a GPU if there is one
 wandb = False            # also log to Weights & Biases, which is imported only then
 wandb_project = 'nanotvr'
+# what it will need, see plan.py
+plan = False             # print parameters and memory per GPU and end; wants no weights and no data
+plan_gpus = 0            # plan for so many processes; 0: torchrun's number, else 2
 # end of settings
 
 # a method is a file with a dataclass of settings and a class; one more is one more line
@@ -107,7 +111,7 @@ def check_settings(cfg, world):
     lowest = {'log_every': 1, 'eval_batch_size': 1, 'batch_size': 2}
     for key in ('epochs', 'warmup_epochs', 'chunk_size', 'num_workers', 'save_every', 'max_steps',
                 'grad_clip', 'weight_decay', 'learning_rate', 'adam_eps', 'frame_size', 'seed',
-                'min_decoded', 'video_timeout', *lowest):
+                'min_decoded', 'video_timeout', 'plan_gpus', *lowest):
         if not lowest.get(key, 0) <= getattr(cfg, key) < math.inf:
             raise ValueError(f"{key} is {getattr(cfg, key)}, the least is {lowest.get(key, 0)}")
     if cfg.min_decoded > 1:
@@ -115,6 +119,8 @@ def check_settings(cfg, world):
     check_names(cfg.sampler, cfg.reader)
     more_is_better = dict.fromkeys(('R@1', 'R@5', 'R@10', 'RSum'), 0)
     pick({'t2v': more_is_better, 'v2t': more_is_better, 'SumR': 0}, cfg.select_metric)
+    if cfg.plan:
+        return False
     started = find_run(cfg.out_dir, cfg.resume)
     for split in (cfg.train_split, cfg.val_split):
         find_annotations(os.path.join(cfg.data, f'{split}.jsonl'))
@@ -166,8 +172,13 @@ def pick(result, name):
 def configured():
     """The settings of the command line, checked."""
     cfg = configure(__file__, models=SETTINGS)
-    check_settings(cfg, int(os.environ.get('WORLD_SIZE', 1)))
+    check_settings(cfg, world_of(cfg))
     return cfg
+
+
+def world_of(cfg):
+    world = int(os.environ.get('WORLD_SIZE', 1))
+    return (cfg.plan_gpus or (world if world > 1 else 2)) if cfg.plan else world
 
 
 if __name__ == '__main__':  # before torch is imported: --help, typos, missing files answer at once
@@ -180,6 +191,7 @@ from tqdm import tqdm
 import backbones
 import data as datalib
 import losses
+import vision_cache
 from checkpoint import (Log, describe, fingerprint, load_checkpoint, lock, point, restore_best,
                         save_checkpoint, write_atomic)
 
@@ -450,6 +462,9 @@ def timed(loader, clock, stop):
 # the run
 
 def main(cfg):
+    if cfg.plan:
+        import plan  # it imports this file
+        return plan.report(cfg, world_of(cfg))
     rank, world, device = init_distributed(cfg.device)
     say = print if rank == 0 else (lambda *a: None)
     started = check_settings(cfg, world)
@@ -477,6 +492,7 @@ def main(cfg):
     model = build_model(cfg, device)
     if cfg.epochs and hasattr(model, 'check_trained'):  # epochs=0 saves the untrained model
         model.check_trained()
+    pairs.clips.vision = vision_cache.attach(model, cfg)
     optimizer = make_optimizer(model, cfg, device)
     config_json = json.dumps(describe(
         cfg, world, torch_dtype(cfg, device), frozen=fingerprint(model),
@@ -561,7 +577,9 @@ def main(cfg):
                 long['cut'] += sum(int(chunk['text']['cut'].sum()) for chunk in chunks
                                    if 'cut' in chunk['text'])
                 long['of'] += len(names)
-            chunks, ids = [to_device(chunk, device) for chunk in chunks], ids.to(device)
+            with autocast():  # with cache_vision the tower runs here or not at all
+                chunks = [vision_cache.fill_batch(model, to_device(c, device)) for c in chunks]
+            ids = ids.to(device)
             model.train()
             # dropout is a function of (seed, step, rank): no state of it to restore on resuming
             torch.manual_seed((cfg.seed * 1_000_003 + step) * 1009 + rank)

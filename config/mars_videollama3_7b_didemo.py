@@ -17,6 +17,7 @@ num_frames = 16
 # effective batch 320 = 2 GPUs x 160 pairs, all of them in one loss; 160 / 4 = 40 chunks per GPU
 batch_size = 320
 chunk_size = 4
+eval_batch_size = 32  # 64 would not fit 40 GB, by --plan
 epochs = 5
 warmup_epochs = 1
 learning_rate = 2e-4

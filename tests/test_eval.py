@@ -311,7 +311,7 @@ class Clips(torch.utils.data.Dataset):
     """Stands in for data.Videos: `frames` of video i are two numbers, None is unreadable."""
 
     def __init__(self, frames):
-        self.frames = frames
+        self.frames, self.clips = frames, SimpleNamespace()
 
     def __len__(self):
         return len(self.frames)

@@ -1079,24 +1079,27 @@ def test_a_model_without_anything_to_train_may_be_saved_untrained(
     assert target(tmp_path / 'run', 'best') == 'step_000000'
 
 
+def in_workers(monkeypatch, what):
+    """what() happens where a loader's worker prepares frames, and not in this process."""
+    here, ours = os.getpid(), backbones.fit_size
+    monkeypatch.setattr(backbones, 'fit_size', lambda *args: ours(*args) if os.getpid() == here
+                        else what())
+
+
 def test_an_error_in_a_loaders_worker_is_one_line_too(
         tiny_data, tiny_qwen2vl, tmp_path, monkeypatch):
-    def fit_size(*args):
+    def fail():
         raise ValueError('a frame is too thin')
 
-    monkeypatch.setattr(backbones, 'fit_size', fit_size)
+    in_workers(monkeypatch, fail)
     text = error_of(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, num_workers=1))
     assert text.count('a frame is too thin') == 1 and 'Traceback' not in text
 
 
 def test_a_loaders_worker_that_is_killed_is_one_line_with_a_remedy(
         tiny_data, tiny_qwen2vl, tmp_path, monkeypatch):
-    def fit_size(*args):
-        assert os.getpid() != here
-        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when the memory is full
-
-    here = os.getpid()
-    monkeypatch.setattr(backbones, 'fit_size', fit_size)
+    # as the kernel does when the memory is full
+    in_workers(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
     text = error_of(argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, num_workers=1))
     assert 'DataLoader worker (pid' in text and 'lower num_workers' in text
 

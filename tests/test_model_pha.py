@@ -710,7 +710,8 @@ def test_of_more_clusters_than_wanted_the_largest_stay():
     assert found(rand(1, 8, 4), mask, 2)[0].tolist() == [[-1, 1, 1, -1, 0, 0, 0, -1]]
     assert found(rand(1, 8, 4), mask, 2, order="time")[0].tolist() == [
         [-1, 0, 0, -1, 1, 1, 1, -1]]
-    assert found(rand(1, 8, 4), mask, 3)[0].tolist() == [[-1, 1, 1, 2, 0, 0, 0, -1]]  # of two as large, the first label
+    # of two as large, the first label
+    assert found(rand(1, 8, 4), mask, 3)[0].tolist() == [[-1, 1, 1, 2, 0, 0, 0, -1]]
 
 
 @pytest.mark.parametrize("name", CLUSTERINGS)
@@ -736,8 +737,8 @@ def test_dpc_knn_breaks_ties_by_position():
     assign, centers = dpc_knn(still, torch.ones(1, 9, dtype=torch.bool), 3)
     assert centers.tolist() == [[0, 1, 2]]
     assert assign.tolist() == [[0, 1, 2, 0, 0, 0, 0, 0, 0]]  # a center stays with itself
-    # equal but for the rounding of what made them: the same
-    blurred = 100 * rand(1, 1, 64) + 1e-5 * rand(1, 9, 64, seed=1)
+    # so near to each other that the product of the tokens rounds as much: the same
+    blurred = 100 * rand(1, 1, 64) + 0.02 * rand(1, 9, 64, seed=1)
     assert [a.tolist() for a in dpc_knn(blurred, torch.ones(1, 9, dtype=torch.bool), 3)] == [
         a.tolist() for a in (assign, centers)]
     # two equal pairs, far apart: equally dense, and the earlier pair's first is called the densest

@@ -187,14 +187,14 @@ class Run:
         from checkpoint import fingerprint
         file, cls = train.SETTINGS[self.cfg.model]
         known = read_settings(os.path.join(os.path.dirname(train.__file__), file), cls)
-        keys = known.keys() | {"sampler", "frame_size"} - {"backbone"}
+        keys = (known.keys() | {"sampler", "frame_size"}) - {"backbone"}
         digest = hashlib.sha256()
         with open(self.step / "model.safetensors", "rb") as f:
             while block := f.read(2 ** 24):
                 digest.update(block)
         return {"model": self.cfg.model, "checkpoint": digest.hexdigest()[:16],
                 "backbone": fingerprint(self.model), "precision": self.precision,
-                **{key: getattr(self.cfg, key) for key in sorted(keys - {"backbone"})}}
+                **{key: getattr(self.cfg, key) for key in sorted(keys)}}
 
     @torch.no_grad()
     def encode(self, side, inputs):

@@ -456,7 +456,8 @@ def everything(path, head, wanted, size):
 
 
 def to_rgb(frame, head):
-    rgb = frame.to_ndarray(format="rgb24")  # [H, W, 3]
+    # one thread: waking more of them costs a small frame more than its conversion
+    rgb = frame.to_ndarray(format="rgb24", threads=1)  # [H, W, 3]
     return np.rot90(rgb[::-1] if head.mirrored else rgb, head.turns)
 
 

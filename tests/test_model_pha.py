@@ -24,8 +24,8 @@ import eval as evaluation
 import train
 from conftest import ROOT, SHARED, make_clip
 from losses import info_nce, self_distillation
-from model_pha import (CLUSTERINGS, Block, PHAConfig, PHANet, TokenMerge, dpc_knn, merge,
-                       thop_parameters, weight_mlp, wti)
+from model_pha import (CLUSTERINGS, Block, PHAConfig, PHANet, TokenMerge, by_sklearn, dpc_knn,
+                       merge, thop_parameters, weight_mlp, wti)
 
 close = torch.testing.assert_close
 CAPTIONS = ["a red circle moves left", "a", "two circles", "the green triangle moves up right",
@@ -704,6 +704,16 @@ def test_a_clustering_of_an_item_ignores_batch_mates_and_padding(name):
     assert (assign.amax(1) >= 0).all()  # no item is without a cluster
 
 
+def test_of_more_clusters_than_wanted_the_largest_stay():
+    found = by_sklearn(lambda x, M, K: [3, 0, 0, 1, 2, 2, 2, -1])
+    mask = torch.ones(1, 8, dtype=torch.bool)
+    assert found(rand(1, 8, 4), mask, 2)[0].tolist() == [[-1, 1, 1, -1, 0, 0, 0, -1]]
+    assert found(rand(1, 8, 4), mask, 2, order="time")[0].tolist() == [
+        [-1, 0, 0, -1, 1, 1, 1, -1]]
+    # of two as large, the first label
+    assert found(rand(1, 8, 4), mask, 3)[0].tolist() == [[-1, 1, 1, 2, 0, 0, 0, -1]]
+
+
 @pytest.mark.parametrize("name", CLUSTERINGS)
 def test_equal_tokens_make_a_valid_clustering_without_a_warning(name):
     x = rand(4, 12, 8)
@@ -727,6 +737,10 @@ def test_dpc_knn_breaks_ties_by_position():
     assign, centers = dpc_knn(still, torch.ones(1, 9, dtype=torch.bool), 3)
     assert centers.tolist() == [[0, 1, 2]]
     assert assign.tolist() == [[0, 1, 2, 0, 0, 0, 0, 0, 0]]  # a center stays with itself
+    # so near to each other that the product of the tokens rounds as much: the same
+    blurred = 100 * rand(1, 1, 64) + 0.02 * rand(1, 9, 64, seed=1)
+    assert [a.tolist() for a in dpc_knn(blurred, torch.ones(1, 9, dtype=torch.bool), 3)] == [
+        a.tolist() for a in (assign, centers)]
     # two equal pairs, far apart: equally dense, and the earlier pair's first is called the densest
     x = torch.tensor([[0.0], [1.0], [10.0], [11.0]])[None]
     for K in (1, 2):

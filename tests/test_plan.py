@@ -26,7 +26,7 @@ VARIANTS = {  # what is allocated at the peak of a step; layers of the backbone
     'slq in chunks': (3, dict(model='slq', content_chunk=2)),
     'slq plain': (3, dict(model='slq', prefix_cache=False, gradient_checkpointing=False)),
     'pha': (0, dict(model='pha', block_init='random')),
-    'pha in chunks': (0, dict(model='pha', block_init='random', chunk_size=2)),
+    'pha in chunks': (0, dict(model='pha', block_init='random', batch_size=16, chunk_size=4)),
 }
 
 
@@ -64,8 +64,8 @@ def measured(cfg):
 @pytest.mark.parametrize('name', VARIANTS)
 def test_a_step_needs_what_the_plan_says(name, folders):
     layers, how = VARIANTS[name]
-    mllm = dict(MLLM) if layers else {k: v for k, v in MLLM.items() if k != 'max_text_tokens'}
-    cfg = settings(**mllm, backbone=folders[layers], **how)
+    mllm = {k: v for k, v in MLLM.items() if layers or k != 'max_text_tokens'}
+    cfg = settings(**{**mllm, **how}, backbone=folders[layers])
     planned, real = plan.make(cfg, 1, half=False), measured(cfg)
     for key in ('step', 'gradients', 'inputs', 'weights'):
         assert planned[key] == pytest.approx(real[key], rel=0.15), key

@@ -479,6 +479,13 @@ def test_a_moved_file_is_told_by_its_bytes(tmp_path):
     a.write_bytes(b"x" * 300_000)
     b.write_bytes(b"x" * 150_000 + b"y" + b"x" * 149_999)
     assert shelf.digest(a) != shelf.digest(b)
+    header = {"format": 1, "run": {}, "moments": 0.0, "dtype": "fp32"}
+    writer = shelf.Writer(str(tmp_path / "i"), header)
+    for new, want in (("b", (["b"], 0)), ("a", ([], 1))):  # of a's size and time, both
+        writer.lines = {"gone": {"path": "gone", "size": 300_000, "mtime_ns": 1,
+                                 "digest": shelf.digest(a), "end": 1.0, "moments": []}}
+        todo, counts = writer.compare(str(tmp_path), {new: (300_000, 1)})
+        assert (todo, counts["moved"]) == want and counts["deleted"] == 1 - want[1]
 
 
 def test_other_settings_are_refused_with_what_differs(runs, ckpts, videos, whole_index, tmp_path):

@@ -565,9 +565,10 @@ class Process:
     """
     Runs functions of this file in a child process, which the system kills when one takes longer
     than `timeout` seconds: no loop in C, no lost lock can outlive that. A child that dies otherwise
-    (a decoder's segmentation fault, too little memory) costs one more attempt, then BadVideo. One
-    child serves many calls; whoever forks this process (a loader's worker) gets a child of its own.
-    Without fork (Windows), or with timeout 0, calls are made right here.
+    (a decoder's segmentation fault, too little memory), or has never answered yet, costs one more
+    attempt, then BadVideo. One child serves many calls; whoever forks this process (a loader's
+    worker) gets a child of its own. Without fork (Windows), or with timeout 0, calls are made right
+    here.
     """
 
     def __init__(self, timeout):
@@ -610,6 +611,7 @@ class Process:
             if not self.pipe.poll(self.seconds_left()):
                 raise EOFError
             kind, value = self.pipe.recv()
+            self.answered += 1
             if kind == "frames":
                 shape, *rest = value
                 frames = np.frombuffer(self.area, np.uint8, np.prod(shape)).reshape(shape)
@@ -625,7 +627,9 @@ class Process:
 
     def died(self, status):
         late = status in (None, signal.SIGALRM)
-        if not late and self.again:
+        # a lock that another thread held while this process forked is never free in the child: its
+        # first job may stand still for no fault of the file
+        if self.again and (not late or not self.answered):
             self.again = False
             self.send()
             return self.answer()
@@ -646,7 +650,7 @@ class Process:
             ours.close()
             serve(theirs, self.area, self.timeout)
         theirs.close()
-        self.pipe, self.owner = ours, os.getpid()
+        self.pipe, self.owner, self.answered = ours, os.getpid(), 0
 
     def stop(self):
         """-> the signal that ended the child, 0 if it ended itself, None if this did."""

@@ -384,9 +384,16 @@ def fails_once(path):
     return "read"
 
 
+def hangs_once(path):
+    if not os.path.exists(path):
+        open(path, "w").close()
+        spins(path)
+    return "read"
+
+
 @pytest.fixture
 def calls(monkeypatch):
-    for f in (spins, spins_in_c, crashes, fails_once):
+    for f in (spins, spins_in_c, crashes, fails_once, hangs_once):
         monkeypatch.setattr(video, f.__name__, f, raising=False)
 
 
@@ -395,7 +402,7 @@ def test_a_reader_that_never_returns_is_ended_and_the_next_file_is_read(files, c
     p, begun = video.Process(0.3), time.time()
     with pytest.raises(video.BadVideo, match="cannot read x.mp4: .*after video_timeout=0.3 s; rep"):
         p.call(name, "x.mp4")
-    assert time.time() - begun < 4
+    assert time.time() - begun < 8
     assert p.call("examine", str(files / "three.mp4"))["frames"] == 3
 
 
@@ -404,6 +411,14 @@ def test_a_crash_is_the_files_fault_only_when_it_comes_again(calls, tmp_path):
     with pytest.raises(video.BadVideo, match="y.mp4: its reader died twice .Segmentation fault"):
         p.call("crashes", "y.mp4")
     assert p.call("fails_once", str(tmp_path / "once")) == "read"
+
+
+def test_a_process_that_never_answered_may_hang_for_no_fault_of_the_file(calls, tmp_path):
+    # a lock that was held elsewhere when it was forked; where it has answered, it is the file
+    p = video.Process(0.5)
+    assert p.call("hangs_once", str(tmp_path / "first")) == "read"
+    with pytest.raises(video.BadVideo, match="after video_timeout=0.5 s"):
+        p.call("hangs_once", str(tmp_path / "second"))
 
 
 def test_the_process_gives_what_a_call_here_gives(files):

@@ -155,12 +155,12 @@ def test_training_goes_on_past_a_reader_that_hangs(files, monkeypatch, workers, 
     monkeypatch.setattr(video, "decode", lambda path, *how: sum(range(10 ** 15))
                         if path.endswith("pic.mp4") else real(path, *how))
     items = items_of("ok.mp4", "pic.mp4", "three.mp4")
-    pairs = data.Pairs(items, files, 4, on_bad_video="skip", video_timeout=4.0)
+    pairs = data.Pairs(items, files, 4, on_bad_video="skip", video_timeout=2.5)
     begun = time.time()
     got = list(data.make_loader(pairs, [[0, 2], [3, 4], [2, 5]], list_of, workers))
     assert [[s.id for s in batch] for batch in got] == [["id0", "id2"], ["id2"] * 2, ["id2"] * 2]
     assert pairs.clips.skipped() == ["id1"] and time.time() - begun < 30
-    assert "pic.mp4: it is not read after video_timeout=4 s" in capfd.readouterr().err
+    assert "pic.mp4: it is not read after video_timeout=2.5 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -365,10 +365,10 @@ def test_check_ends_a_reader_that_hangs_and_takes_a_folder_without_annotations(
     real = video.examine
     monkeypatch.setattr(video, "examine", lambda path: sum(range(10 ** 15))
                         if "three" in path else real(path))
-    rows, refused = data.check(str(tmp_path), workers=2, video_timeout=4.0)
+    rows, refused = data.check(str(tmp_path), workers=2, video_timeout=2.5)
     assert [(r["state"], r["path"]) for r in rows if r["state"] != "readable"] \
         == [("broken", str(tmp_path / "three.mp4"))] and len(rows) == 3 and refused == 1
-    assert "three.mp4: it is not read after video_timeout=4 s" in capsys.readouterr().out
+    assert "three.mp4: it is not read after video_timeout=2.5 s" in capsys.readouterr().out
 
 
 def test_check_finds_data_by_name_and_is_one_line_when_there_is_none(tmp_path):

@@ -46,7 +46,7 @@ adam_eps = 1e-8
 weight_decay = 0.05      # none on 1-D tensors and on what the model's no_decay names
 grad_clip = 1.0          # largest norm of the gradient (not in the paper); 0: no clipping
 seed = 0
-max_steps = 0            # stop after so many steps, the schedule unchanged; 0: all of them
+max_steps = 0            # stop there, schedule and validations (each epoch) unchanged; 0: never
 # evaluation, checkpoints, logs
 select_metric = 'SumR'   # what `best` maximises on val_split: SumR, or t2v/R@1 and the like
 eval_batch_size = 64     # items per forward in evaluation

@@ -410,7 +410,7 @@ def main(args):
     print(f"{args.tables}: {len(runs)} settings x {args.seeds} seeds, each is {spec['config']} "
           f"{spec['change']}\n{len(todo)} runs to do, {args.jobs} at a time; {out}/<run>.log",
           flush=True)
-    failures = []
+    failures, stopped = [], False
     if todo and not args.show:
         for key in todo:
             if why := differences(places[key], wanted[key]):
@@ -428,13 +428,14 @@ def main(args):
 
         failures = runner.all([(places[k], [*runs[k[0]][0], f'--seed={k[1]}']) for k in todo],
                               finished)
-        if runner.stopping.is_set():
-            print("stopped; the same command goes on from here")
+        stopped = runner.stopping.is_set()
     print('\n' + all_tables(laid_out, collect(), args.seeds, spec['twins']))
     print(f"\n{args.split} split, {spec['config']} {spec['change']}: mean ± std over "
           f"{args.seeds} seeds (n: of so many)")
     if failures:
         raise ValueError(f"{len(failures)} runs failed, the first: {failures[0]}")
+    if stopped:
+        raise SystemExit("stopped; the same command goes on from here")
 
 
 if __name__ == '__main__':

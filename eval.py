@@ -122,7 +122,7 @@ from tqdm import tqdm
 
 import vision_cache
 from checkpoint import check_backbone, load_trainable, read, write_atomic
-from data import Texts, Videos, load_annotations, make_loader, reading
+from data import Texts, Videos, content, load_annotations, make_loader, reading
 
 PROTOCOLS = ("best", "group")      # of V2T, see the setting v2t
 METRICS = ("R@1", "R@5", "R@10", "MdR", "MnR", "RSum")
@@ -676,6 +676,10 @@ def main(args):
         raise ValueError(f"eval_batch_size {cfg.eval_batch_size} must be at least 1, num_workers "
                          f"{cfg.num_workers} at least 0")
     items = load_annotations(os.path.join(cfg.data, f"{args.split}.jsonl"), cfg.paragraph)
+    had, has = read_json(step / "config.json").get("data", {}).get(args.split), content(items)
+    if had not in (None, has) and not {"data", "paragraph"} & other.keys():
+        say(f"warning: {cfg.data}/{args.split}.jsonl has changed since the run began: it had "
+            f"{had}, now {has}")
     model = train.build_model(cfg, device)
     load_weights(model, step)
     say(f"{step.resolve().name} of {args.ckpt}, {cfg.model}, on {device}")

@@ -269,6 +269,9 @@ def settings(args, say=print):
     training = dict.fromkeys(("data", "video_root", "frame_cache", "num_frames", "text_prompt",
                               "video_prompt", "paragraph"))
     run, step, other = E.load_settings(SimpleNamespace(**{**vars(args), **training}), say)
+    if not hasattr(run, "text_prompt"):
+        raise ValueError(f"{args.ckpt} is a run of {run.model}, which has no prompts: these tasks "
+                         "need a method on a multimodal LLM")
     cfg = SimpleNamespace(**{**vars(run), **{k: v for k, v in vars(args).items() if v is not None}})
     cfg.split = args.split or ("val" if args.task in ("cirr", "fashioniq") else "test")
     default = {name: globals()[name] for name in PROMPTS}

@@ -478,6 +478,10 @@ def main(cfg):
     train_items, val_items = (
         datalib.load_annotations(os.path.join(cfg.data, f'{split}.jsonl'), paragraph=cfg.paragraph)
         for split in (cfg.train_split, cfg.val_split))
+    shared = {i.video for i in train_items} & {i.video for i in val_items}
+    if shared and cfg.val_split != cfg.train_split:
+        say(f"warning: {len(shared)} videos of {cfg.val_split} are in {cfg.train_split} too, the "
+            f"first is {min(shared)!r}: `best` is picked on what was trained on")
     if len(train_items) < 2:
         raise ValueError(f"{cfg.data}/{cfg.train_split}.jsonl has {len(train_items)} video: a "
                          "contrastive loss needs at least 2, the others are the negatives")
@@ -628,7 +632,7 @@ def main(cfg):
             f"{' ...' if len(skipped) > 8 else ''}; {cfg.out_dir}/bad_videos.tsv says why")
     following = f"next: python eval.py --ckpt {cfg.out_dir}"
     if best is None:  # a run that was stopped in its first epoch and now goes no further
-        say(f"done: {step} steps, no validation and so no `best`; {following} --which=latest")
+        say(f"done: {step} steps, and there is no `best`; {following} --which=latest")
     else:
         lost = not os.path.exists(os.path.join(cfg.out_dir, 'best'))
         say(f"done: {step} steps, best {cfg.select_metric} on {cfg.val_split} {best['score']:.2f} "

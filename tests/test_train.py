@@ -710,7 +710,7 @@ def test_a_best_that_is_lost_is_not_promised(copied, capsys):
     train_here([*args, '--resume'])
     said = capsys.readouterr().out
     assert 'warning: the best checkpoint, of step 4, is gone' in said
-    assert 'done: 6 steps, no validation and so no `best`; next: python eval.py' in said
+    assert 'done: 6 steps, and there is no `best`; next: python eval.py' in said
     assert said.rstrip().endswith('--which=latest')
     train_here([*args, '--resume', '--max_steps=8'])
     assert target(out, 'best') == 'step_000008'
@@ -900,6 +900,14 @@ def test_best_is_picked_on_val_and_test_is_never_opened(
     assert [r['best'] for r in lines(tmp_path / 'run') if 'SumR' in r] == [True, True, False]
 
 
+def test_videos_that_are_in_training_and_validation_are_told(
+        tiny_data, tiny_qwen2vl, tmp_path, capsys):
+    data = shutil.copytree(tiny_data, tmp_path / 'data')
+    shutil.copy(data / 'train.jsonl', data / 'val.jsonl')
+    train_here(argv(tmp_path / 'run', data, tiny_qwen2vl, epochs=0, warmup_epochs=0))
+    assert 'warning: 24 videos of val are in train too' in capsys.readouterr().out
+
+
 def test_picking_on_test_is_refused_unless_it_is_asked_for(
         tiny_data, tiny_qwen2vl, tmp_path, capsys):
     args = argv(tmp_path / 'run', tiny_data, tiny_qwen2vl, val_split='test', epochs=0,
@@ -932,7 +940,7 @@ def edited(file, change):
     ('train', lambda text: text[:text.rindex('{')]),           # the last line is gone
     ('val', lambda text: text.replace('red', 'green', 1))])    # as many, another one
 def test_a_run_is_not_resumed_with_other_annotations(
-        split, change, copied, tiny_data, tiny_qwen2vl, tmp_path):
+        split, change, copied, tiny_data, tiny_qwen2vl, tmp_path, capsys):
     shutil.copytree(tiny_data, tmp_path / 'data')
     out = copied[0]
     for file in (out / 'config.json', out / 'latest' / 'config.json'):
@@ -941,6 +949,10 @@ def test_a_run_is_not_resumed_with_other_annotations(
     train_here(args)
     edited(tmp_path / 'data' / f'{split}.jsonl', change)
     text = error_of(args)
+    capsys.readouterr()
+    evaluation.main(configure(str(ROOT / 'eval.py'), [
+        f'--ckpt={out}', f'--split={split}', '--which=latest', '--device=cpu']))
+    assert f'warning: {tmp_path}/data/{split}.jsonl has changed since' in capsys.readouterr().out
     n = {'train': 24, 'val': 8}[split]
     assert f'data/{split}.jsonl has changed since' in text and f'started: {n} videos' in text
     assert f'now {n - (split == "train")} videos' in text and 'restore it to resume' in text

@@ -90,12 +90,18 @@ def configured(argv=None):
     for key, low in (("k", 1), ("preselect", 1), ("num_workers", 1), ("video_timeout", 0.1)):
         if not getattr(args, key) >= low:
             raise ValueError(f"{key} is {getattr(args, key)}, the least is {low}")
-    if args.moments is not None and not 0 <= args.moments < 1e6:
-        raise ValueError(f"moments is {args.moments}: it is a length in seconds")
+    if args.moments is not None and args.moments != 0 and not 0.5 <= args.moments < 1e6:
+        raise ValueError(f"moments is {args.moments}: it is a length in seconds, at least 0.5, or "
+                         "0 for none")
+    if args.cut and os.path.lexists(args.cut) and not os.path.isdir(args.cut):
+        raise ValueError(f"cut is {args.cut!r}, which is a file; name a folder for the clips")
     if args.dtype not in (None, "fp32", "int8"):
         raise ValueError(f"dtype is {args.dtype!r}, and must be fp32 or int8")
     if args.command == "page":
         check_output("out", args.out)
+        if os.path.lexists(args.out) and not args.out.lower().endswith((".html", ".htm")):
+            raise ValueError(f"out is {args.out!r}, which is there and no .html file: a page would "
+                             "take its place; name another file")
     from eval import find_checkpoint
     find_checkpoint(args)
     return args
@@ -210,6 +216,7 @@ class Run:
         return {key: torch.cat([p[key] for p in parts]) for key in parts[0]}
 
     def text_features(self, captions):
+        check_list("texts", captions)
         for c in captions:
             if not visible(c):
                 raise ValueError(f"the query {c!r} has no letter in it")
@@ -217,6 +224,7 @@ class Run:
 
     def video_features(self, paths):
         cfg, samples = self.cfg, []
+        check_list("paths of videos", paths)
         for path in paths:
             frames, times = read_clip(path, cfg.num_frames, cfg.sampler, cfg.reader, cfg.frame_size,
                                       cfg.min_decoded)
@@ -232,6 +240,12 @@ class Run:
     def _scorable(self, features, query):
         vectors = as_vectors(self.model, features, query)
         return Items(features, self.model) if vectors is None else vectors
+
+
+def check_list(what, given):
+    if isinstance(given, (str, bytes)) or not given or \
+            not all(isinstance(x, (str, os.PathLike)) for x in given):
+        raise ValueError(f"give a list of {what}, at least one; got {given!r}")
 
 
 # -----------------------------------------------------------------------------

@@ -801,6 +801,13 @@ def test_words_and_settings_in_any_order():
         assert search.split_words(argv.split()) == (words, rest)
 
 
+@pytest.mark.parametrize("given", ["a red circle", [], [None], b"x"])
+def test_from_python_one_gives_lists(runs, given):
+    for ask, what in ((runs["mars"].text, "texts"), (runs["mars"].video, "paths of videos")):
+        with pytest.raises(ValueError, match=f"give a list of {what}"):
+            ask(given)
+
+
 @pytest.mark.parametrize("argv, says", [
     ([], "must be one of index, query, page"), (["find", "."], "'find'"),
     (["index"], "wants a folder"), (["index", "nowhere"], "'nowhere'"),
@@ -808,6 +815,9 @@ def test_words_and_settings_in_any_order():
     (["query", ".", " "], "a query is blank"), (["query", ".", "--image", "x.png"], "x.png is no"),
     (["query", ".", "a", "-k", "0"], "k is 0"), (["index", ".", "--dtype", "fp16"], "dtype is 'fp"),
     (["index", ".", "--moments", "-1"], "moments is -1"),
+    (["index", ".", "--moments", "0.0001"], "moments is 0.0001"),
+    (["query", ".", "a", "--cut", __file__], "which is a file"),
+    (["page", ".", "a", "-o", __file__], "no .html file"),
     (["query", ".", "a", "--ckpt", "nowhere"], "is no run folder"),
     (["page", ".", "a", "-o", "."], "is a folder"), (["query", ".", "a", "-x"], "'-x'"),
     (["query", ".", "a", "--momets", "3"], "did you mean 'moments'")])

@@ -44,6 +44,7 @@ if __name__ == '__main__':  # before torch is imported, so that --help and typos
 import os
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # torch's profiler is silent, before torch loads
 
+import gc
 import importlib.util
 import tempfile
 import time
@@ -89,6 +90,7 @@ def peak_memory(run, device):
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    gc.collect()  # what an earlier run left in cycles must not be freed, and so counted, in this one
     # the resident set would also show what malloc keeps, so a second run looks different
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
                                 profile_memory=True) as profile:

@@ -90,7 +90,7 @@ def peak_memory(run, device):
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    gc.collect()  # what an earlier run left in cycles must not be freed, and so counted, in this one
+    gc.collect()  # what an earlier run left in cycles must not be freed, so counted, in this one
     # the resident set would also show what malloc keeps, so a second run looks different
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
                                 profile_memory=True) as profile:

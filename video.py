@@ -704,5 +704,5 @@ def serve(pipe, area, timeout):
 def sendable(e):
     try:
         return pickle.loads(pickle.dumps(e))
-    except Exception:
+    except Exception:  # an exception may hold anything, and pickle may fail in any way: say it
         return RuntimeError(f"{type(e).__name__}: {e}")

@@ -411,6 +411,8 @@ def build(args, run, say=print):
                          f"({', '.join(sorted(shelf.EXTENSIONS))}); nothing was changed")
     header = wanted_header(args, run, folder)
     writer = shelf.Writer(folder, header)
+    for name in writer.damaged:
+        say(f"{os.path.join(folder, name)} or its lines are damaged: its videos are read again")
     todo, counts = writer.compare(args.root, found)
     parts, fresh, sample = {}, 0, []
     read = piece_reader(run, header["moments"])
@@ -530,6 +532,10 @@ def fast_scores(run, reader, query):
     for first, features in reader.chunks(BLOCK, ("G",) if level else None):
         v = (features["G"] if level else as_vectors(run.model, features)).numpy()  # [n, D]
         S[first:first + len(v)] = v @ q  # numpy's is a fifth faster than torch's here
+    if np.isfinite(q).all() and not np.isfinite(S).all():
+        row = int((~np.isfinite(S)).argmax())
+        line = reader.lines[int(reader.video[row])]
+        raise shelf.damaged(os.path.join(reader.folder, line["shard"]))
     return torch.from_numpy(S), not level
 
 

@@ -1,24 +1,29 @@
 """
 An index on disk: json, jsonl and safetensors, data that any language reads and nothing that runs.
 
-    index.json      {"format": 1, "run": what the embeddings depend on, "moments": s, "dtype"}
+    index.json      {"format": 3, "run": what the embeddings depend on, "moments": s, "dtype"}
     videos.jsonl    a line per video, sorted by path: {"path" below the folder, with /; "size",
                     "mtime_ns", "digest": of a sample of its bytes; "end": its length in seconds;
-                    "moments": [[start, end], ...]; "shard", "row": where its Features begin}
-    shard-*.safetensors   name -> [rows, ...]; a video's rows are its moments, then the whole
+                    "moments": [[start, end], ...]; "of": a digest of index.json; "shard", "row":
+                    where its Features begin; "bytes", "crc32": the shard's size and checksum}
+    shard-*.safetensors   name -> [rows, ...]; a video's rows are its moments, then the whole. The *
+                          is a digest of the videos' lines up to "of"
     new/*.safetensors     one video each, read since videos.jsonl was written; the line is in the
-                          file's metadata, under "video"
+                          file's metadata, under "video", a checksum of the tensors under "crc32"
 
 int8: x is `x` * `x.scale`, one scale per vector (the last axis); weights and masks, whose names
 have a _, stay fp32. Every file is written under another name, then renamed. What ends up in which
 shard follows from the paths and sizes alone, so an index is the same to the byte whatever its
-history: killed and resumed, or made at once. A kill costs the video that is being read.
+history: killed and resumed, or made at once. A kill costs the video that is being read; damage,
+which `index` looks for in every byte, costs the videos of the damaged shard.
 """
 import hashlib
+import itertools
 import json
 import os
 import re
 import stat
+import zlib
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,9 +31,11 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import lock, read, write_atomic
 
-FORMAT = 2
+FORMAT = 3
 ROWS = 4096        # a shard ends with the video that brings it to so many rows,
 SPREAD = 1024      # or with one in so many, by a hash of its path: a new video moves few others
+CHECKED = 2 ** 30  # bytes of an index whose checksums a query compares; of more, all but those
+PLACE = ("shard", "row", "bytes", "crc32", "was")  # what a line has besides its video
 EXTENSIONS = set("3g2 3gp asf avi divx f4v flv gif m2ts m4v mkv mov mp4 mpeg mpg mts mxf ogm ogv "
                  "rm rmvb ts vob webm wmv y4m".split())
 SHARD = re.compile(r"shard-[0-9a-f]{16}\.safetensors")
@@ -158,6 +165,7 @@ def check_line(line, file):
                         for m in line["moments"])
                 and re.fullmatch("[0-9a-f]{16}", line["digest"])
                 and ("shard" not in line or type(line["row"]) is int and line["row"] >= 0
+                     and type(line["bytes"]) is type(line["crc32"]) is int
                      and SHARD.fullmatch(line["shard"])))
         parts = line["path"].split("/")
         good = good and not {"", ".", ".."} & {*parts} and "\0" not in line["path"] \
@@ -177,25 +185,98 @@ def only_file(path):
     return path
 
 
+def damaged(file):
+    return ValueError(f"the index is damaged: {file}; run index again")
+
+
 def read_header(folder):
     file = only_file(os.path.join(folder, "index.json"))
     with open(file, encoding="utf-8") as f:
-        header = read(file, lambda _: json.load(f), "or delete the folder of the index")
+        header = read(file, lambda _: json.load(f), f"or delete the whole folder {folder}")
     if not isinstance(header, dict) or header.get("format") != FORMAT \
-            or not isinstance(header.get("run"), dict):
+            or not isinstance(header.get("run"), dict) \
+            or header.get("dtype") not in ("fp32", "int8") \
+            or type(header.get("moments")) not in (int, float) or not 0 <= header["moments"] < 1e9:
         raise ValueError(f"{file} is no index of this version; give --index another folder, or "
-                         "delete that one")
-    return header
+                         f"delete the whole folder {folder}")
+    return {**header, "moments": float(header["moments"])}
 
 
-def read_lines(folder):
-    file = only_file(os.path.join(folder, "videos.jsonl"))
-    if not os.path.exists(file):
-        return []
-    with open(file, encoding="utf-8") as f:
-        lines = read(file, lambda _: [json.loads(line) for line in f],
-                     "or delete the folder of the index")
-    return [check_line(line, file) for line in lines]
+def header_digest(header):
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_lines(folder, mend=False):
+    """The lines of videos.jsonl; a broken one is ValueError, or with `mend` left out."""
+    file, lines = only_file(os.path.join(folder, "videos.jsonl")), []
+    if os.path.exists(file):
+        with open(file, "rb") as f:
+            for text in f:
+                try:
+                    line = check_line(json.loads(text), file)
+                    if "shard" not in line:
+                        raise ValueError
+                    lines.append(line)
+                except (ValueError, RecursionError):
+                    if not mend:
+                        raise damaged(file) from None
+    return lines
+
+
+def plain(line):
+    """A line without where its Features are."""
+    return {k: v for k, v in line.items() if k not in PLACE}
+
+
+def shard_name(lines):
+    text = json.dumps([plain(line) for line in lines], sort_keys=True)
+    return f"shard-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
+
+
+def checksum(file):
+    """-> (size, crc32) of a file."""
+    size = crc = 0
+    with open(file, "rb") as f:
+        while block := f.read(2 ** 22):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return size, crc
+
+
+def checksum_of(tensors):
+    crc = 0
+    for key in sorted(tensors):
+        crc = zlib.crc32(tensors[key].contiguous().numpy(), zlib.crc32(key.encode(), crc))
+    return crc
+
+
+def is_whole(folder, lines, of, every_byte):
+    """Whether the lines of a shard, and the shard, are what was written under this header."""
+    first, row = lines[0], 0
+    for line in lines:
+        if line.get("of") != of or line["row"] != row or any(
+                line.get(key) != first.get(key) for key in ("shard", "bytes", "crc32")):
+            return False
+        row += n_rows(line)
+    if first["shard"] != shard_name(lines):
+        return False
+    file = only_file(os.path.join(folder, first["shard"]))
+    try:
+        if os.path.getsize(file) != first.get("bytes"):
+            return False
+        return not every_byte or checksum(file) == (first["bytes"], first.get("crc32"))
+    except OSError:
+        return False
+
+
+def fits(tensors, like, rows, dtype):
+    """Whether a shard has the names, types and shapes that it should."""
+    def kind(key):
+        packed = dtype == "int8" and "_" not in key and not key.endswith(".scale")
+        return torch.int8 if packed else torch.float32
+
+    return tensors and tensors.keys() == like.keys() and all(
+        x.dim() and len(x) == rows and x.dtype == kind(key) and x.shape[1:] == like[key].shape[1:]
+        for key, x in tensors.items())
 
 
 def differences(old, new, free=()):
@@ -232,8 +313,14 @@ class Writer:
                                  "them back, give --index another folder, or delete that one")
         else:
             write_atomic(only_file(file), json.dumps(header, indent=1, sort_keys=True) + "\n")
+        self.of, shards = header_digest(header), {}
+        for line in read_lines(folder, mend=True):
+            shards.setdefault(line["shard"], []).append(line)
+        self.whole = {name: (lines[0]["bytes"], lines[0]["crc32"])
+                      for name, lines in shards.items() if is_whole(folder, lines, self.of, True)}
+        self.damaged = sorted(shards.keys() - self.whole)  # their videos are read again
         # path -> line; one that comes from new/ has no "shard" yet
-        self.lines = {line["path"]: line for line in read_lines(folder)}
+        self.lines = {line["path"]: line for name in self.whole for line in shards[name]}
         self.read_new()
 
     def read_new(self):
@@ -242,11 +329,18 @@ class Writer:
             if OURS.fullmatch(name) and name.endswith(".tmp"):
                 os.remove(file)
             elif OURS.fullmatch(name):
-                def metadata(file):
+                try:
                     with safe_open(file, "pt") as f:
-                        return json.loads(f.metadata()["video"])
-                line = check_line(read(file, metadata, "or delete it"), file)
-                self.lines[line["path"]] = line
+                        metadata = f.metadata()
+                        crc = checksum_of({key: f.get_tensor(key) for key in f.keys()})
+                    line = check_line(json.loads(metadata["video"]), file)
+                    good = line.get("of") == self.of and metadata["crc32"] == str(crc)
+                except Exception:  # those of json and safetensors share no base class
+                    good = False
+                if good and self.new_file(line["path"]) == file:
+                    self.lines[line["path"]] = line
+                else:
+                    os.remove(file)
 
     def new_file(self, path):
         return os.path.join(self.new, hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
@@ -280,7 +374,9 @@ class Writer:
         return line["size"], line["mtime_ns"]
 
     def add(self, line, tensors):
-        save(self.new_file(line["path"]), tensors, {"video": json.dumps(line)})
+        line = {**line, "of": self.of}
+        save(self.new_file(line["path"]), tensors,
+             {"video": json.dumps(line), "crc32": str(checksum_of(tensors))})
         self.lines[line["path"]] = line
 
     def tensors(self, line):
@@ -296,16 +392,16 @@ class Writer:
         """All lines into their shards. Old files go last, so a kill at any moment costs nothing."""
         out = []
         for group in groups(self.lines.values()):
-            plain = [{k: v for k, v in line.items() if k not in ("shard", "row", "was")}
-                     for line in group]
-            name = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
-            name, row = f"shard-{name}.safetensors", 0
+            lines = [{**plain(line), "of": self.of} for line in group]
+            name, row = shard_name(lines), 0
             file = only_file(os.path.join(self.folder, name))
-            if not os.path.exists(file):
+            if name not in self.whole:
                 parts = [self.tensors(line) for line in group]
                 save(file, {key: torch.cat([p[key] for p in parts]) for key in parts[0]})
-            for line in plain:
-                out.append({**line, "shard": name, "row": row})
+                self.whole[name] = checksum(file)
+            size, crc = self.whole[name]
+            for line in lines:
+                out.append({**line, "shard": name, "row": row, "bytes": size, "crc32": crc})
                 row += n_rows(line)
         text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in out)
         write_atomic(only_file(os.path.join(self.folder, "videos.jsonl")), text)
@@ -339,7 +435,10 @@ def groups(lines):
 def read_shard(folder, name):
     """{name: tensor}, mapped from the file: what is not used is never read."""
     file = only_file(os.path.join(folder, name))
-    return read(file, load_file, "or delete the folder of the index and make it anew")
+    try:
+        return load_file(file)
+    except Exception:  # safetensors' errors share no base class
+        raise damaged(file) from None
 
 
 class Reader:
@@ -352,31 +451,33 @@ class Reader:
         if not os.path.isfile(os.path.join(folder, "index.json")):
             raise FileNotFoundError(f"there is no index {folder}: make it with `search.py index`, "
                                     "or say where it is with --index")
-        self.header, self.lines = read_header(folder), read_lines(folder)
+        self.folder, self.header, self.lines = folder, read_header(folder), read_lines(folder)
         if not self.lines:
             raise ValueError(f"the index {folder} is empty: run `search.py index` to its end")
-        self.shards, spans, video, n, name = [], [], [], 0, None  # shards: (first row, tensors)
+        of = header_digest(self.header)
+        if any(line.get("of") != of for line in self.lines):
+            raise damaged(os.path.join(folder, "index.json"))
+        groups = [[*g] for _, g in itertools.groupby(self.lines, key=lambda line: line["shard"])]
+        every_byte = sum(g[0].get("bytes") or 0 for g in groups) <= CHECKED
+        self.shards, spans, video, n = [], [], [], 0  # shards: (first row, tensors)
+        for group in groups:
+            if not is_whole(folder, group, of, every_byte):
+                raise damaged(os.path.join(folder, group[0]["shard"]))
+            tensors, rows = read_shard(folder, group[0]["shard"]), sum(map(n_rows, group))
+            like = self.shards[0][1] if self.shards else tensors
+            if not fits(tensors, like, rows, self.header["dtype"]):
+                raise damaged(os.path.join(folder, group[0]["shard"]))
+            self.shards.append((n, tensors))
+            n += rows
         for v, line in enumerate(self.lines):
-            if line["shard"] != name:
-                name, first = line["shard"], n
-                self.shards.append((first, read_shard(folder, name)))
-            if line["row"] != n - first:
-                raise ValueError(f"{folder}/videos.jsonl: {line['path']!r} is not where it should "
-                                 "be; delete the folder of the index and make it anew")
             spans += [*line["moments"], (0.0, line["end"])]
             video += [v] * n_rows(line)
-            n += n_rows(line)
         self.video, self.n = torch.tensor(video), n
         self.start, self.end = torch.tensor(spans, dtype=torch.float64).T
         self.whole = torch.ones(n, dtype=torch.bool)
         self.whole[:-1] = self.video[1:] != self.video[:-1]
         # what a search for moments ranks: a video that has none is its own
         self.moment = ~self.whole | (torch.bincount(self.video)[self.video] == 1)
-        for (first, tensors), (last, _) in zip(self.shards, [*self.shards[1:], (n, None)]):
-            for key, x in tensors.items():
-                if len(x) != last - first:
-                    raise ValueError(f"{folder}: a shard has {len(x)} rows of {key} for "
-                                     f"{last - first}; delete the folder and make it anew")
 
     def chunks(self, size, keys=None):
         """Yields (first row, Features): fp32 as it is mapped, int8 unpacked `size` bytes a time."""

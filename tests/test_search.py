@@ -529,7 +529,7 @@ def test_an_index_leads_nowhere_else(runs, videos, whole_index, tmp_path):
         shutil.copytree(whole_index[0], folder)
         row = {**json.loads(lines[0]), key: value}
         (folder / "videos.jsonl").write_text("\n".join([json.dumps(row), *lines[1:]]))
-        with pytest.raises(ValueError, match="what an index holds|delete the folder"):
+        with pytest.raises(ValueError, match="the index is damaged: "):
             shelf.Reader(folder)
     for path in ("../x", "/etc/passwd", "a//b", "./a", "", "a/.."):
         with pytest.raises(ValueError):
@@ -553,9 +553,10 @@ def test_an_index_leads_nowhere_else(runs, videos, whole_index, tmp_path):
 
 
 def test_damaged_index_files_are_named(runs, whole_index, tmp_path):
-    for name, text, says in (("index.json", "{", "can't read"), ("index.json", "[]", "no index of"),
-                             ("videos.jsonl", "{\n", "can't read"), ("videos.jsonl", "", "is empty")
-                             ):
+    for name, text, says in (("index.json", "{", "delete the whole folder"),
+                             ("index.json", "[]", "no index of"),
+                             ("videos.jsonl", "{\n", "is damaged: .*videos.jsonl; run index again"),
+                             ("videos.jsonl", "", "is empty")):
         folder = tmp_path / "i"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(whole_index[0], folder)
@@ -566,10 +567,95 @@ def test_damaged_index_files_are_named(runs, whole_index, tmp_path):
     shutil.copy(whole_index[0] / "videos.jsonl", folder)
     shard = next(folder.glob("shard*"))
     shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(ValueError, match="can't read .*shard"):
+    with pytest.raises(ValueError, match="the index is damaged: .*shard-.*; run index again"):
         shelf.Reader(folder)
     with pytest.raises(FileNotFoundError, match="there is no index"):
         shelf.Reader(tmp_path / "nowhere")
+
+
+def test_damage_costs_the_videos_of_its_shard(runs, tmp_path, monkeypatch):
+    run, d, folder = runs["mars"], tmp_path / "v", tmp_path / "i"
+    d.mkdir()
+    for i in range(6):
+        grey(d / f"{i}.mp4", 8, first=5 * i)
+    monkeypatch.setattr(shelf, "SPREAD", 2)  # several shards
+    build(run, d, folder)
+    want = content(folder)
+    shard = sorted(folder.glob("shard*"))[0]
+    name, good = shard.name, load_file(shard)
+    n = len(good["slots"])
+    lines, header = folder / "videos.jsonl", folder / "index.json"
+
+    def stored(change):
+        return lambda: save_file({k: v.contiguous() for k, v in change(good["slots"]).items()},
+                                 shard)
+
+    def line(**change):
+        def write():
+            rows = [json.loads(x) for x in lines.read_text().splitlines()]
+            i = next(i for i, x in enumerate(rows) if x["shard"] == name)
+            rows[i] = {k: v for k, v in {**rows[i], **change}.items() if v is not None}
+            lines.write_text("".join(json.dumps(x, sort_keys=True) + "\n" for x in rows))
+        return write
+
+    def broken():
+        line(path="BROKEN")()
+        rows = lines.read_text().splitlines(True)
+        lines.write_text("".join("{\n" if "BROKEN" in x else x for x in rows))
+
+    for damage in (
+            stored(lambda x: {"slots": x * (torch.arange(n) < n // 2)[:, None, None]}),
+            stored(lambda x: {"slots": 2 * x}), stored(lambda x: {"slots": x.long()}),
+            stored(lambda x: {"slots": x[:, :, :-1]}), stored(lambda x: {"slots": x * torch.nan}),
+            stored(lambda x: {"slot2": x}), shard.unlink, lambda: shard.write_bytes(b""),
+            lambda: os.truncate(shard, shard.stat().st_size - 1), broken, line(end=9.0),
+            line(moments=[[0.0, 0.5]]), line(shard=None), line(crc32=1), line(bytes="1"),
+            line(of="x")):
+        damage()
+        with pytest.raises(ValueError, match="the index is damaged: .*; run index again"):
+            shelf.Reader(folder)
+        _, said = build(run, d, folder)
+        assert f"({n} read, 0 changed, 0 moved, 0 deleted, {6 - n} kept)" in said
+        assert content(folder) == want
+    # without checksums, as of a large index
+    monkeypatch.setattr(shelf, "CHECKED", 0)
+    for change in (lambda x: {"slots": x.double()}, lambda x: {"slot2": x}):
+        stored(change)()
+        with pytest.raises(ValueError, match="the index is damaged: .*shard"):
+            shelf.Reader(folder)
+    shard.write_bytes(want[name][:-4] + b"\xff" * 4)  # not a number
+    with pytest.raises(ValueError, match="the index is damaged: .*shard"):
+        search.fast_scores(run, shelf.Reader(folder), run.text_features(["a red square"]))
+    build(run, d, folder)
+    assert content(folder) == want
+    # shards belong to their index.json
+    was = json.loads(header.read_text())
+    for change in ({"dtype": "int8"}, {"moments": 0.5}):
+        header.write_text(json.dumps({**was, **change}))
+        with pytest.raises(ValueError, match="the index is damaged: .*index.json"):
+            shelf.Reader(folder)
+        assert "(6 read" in build(run, d, folder)[1]
+        header.unlink()
+        assert "(6 read" in build(run, d, folder, moments=0.0, dtype="fp32")[1]
+        assert content(folder) == want
+    for key in ("dtype", "moments", "run"):
+        header.write_text(json.dumps({k: v for k, v in was.items() if k != key}))
+        for what in (lambda: shelf.Reader(folder), lambda: build(run, d, folder)):
+            with pytest.raises(ValueError, match="delete the whole folder"):
+                what()
+
+
+def test_a_damaged_file_in_new_is_read_again(runs, tmp_path, monkeypatch):
+    for i in range(3):
+        grey(tmp_path / f"{i}.mp4", 8, first=9 * i)
+    with monkeypatch.context() as m:
+        m.setattr(shelf.Writer, "compact", lambda self: None)
+        with contextlib.suppress(ValueError):
+            build(runs["slq"], tmp_path)
+    a, b, _ = sorted((tmp_path / ".nanotvr" / "new").iterdir())
+    a.write_bytes(a.read_bytes()[:-4] + b"1234")
+    b.write_bytes(b"")
+    assert "(2 read, 0 changed, 0 moved, 0 deleted, 1 kept)" in build(runs["slq"], tmp_path)[1]
 
 
 def test_an_empty_folder_changes_nothing(runs, tmp_path):

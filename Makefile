@@ -21,8 +21,7 @@ demo: .venv/installed
 	$(PY) train.py config/demo_clip.py --resume --out_dir=out/demo_clip_zeroshot --epochs=0
 	$(PY) train.py config/demo_clip.py --resume
 	$(PY) train.py config/demo_pha.py --resume
-	for run in $(DEMO); do $(PY) eval.py --ckpt out/demo_$$run || exit 1; done
-	$(PY) eval.py --compare $$(echo $(addprefix out/demo_,$(DEMO)) | tr ' ' ,)
+	$(PY) eval.py --ckpt $$(echo $(addprefix out/demo_,$(DEMO)) | tr ' ' ,)
 
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile tests

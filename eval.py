@@ -3,14 +3,16 @@ A checkpoint -> features -> similarity -> tables. All metrics of the repo are de
 
     $ python eval.py --ckpt out/demo_mars                        # best checkpoint on the test split
     $ torchrun --nproc_per_node=2 eval.py --ckpt out/demo_mars   # the same bits, twice as fast
-    $ python eval.py --compare out/demo_mars,out/demo_baseline   # one table from their metrics.json
+    $ python eval.py --ckpt out/demo_mars,out/demo_baseline      # one after the other, then a table
+    $ python eval.py --compare out/demo_mars,out/demo_baseline   # the table, from their metrics.json
 
     videos, captions --model.encode_*--> Features --model.similarity--> S [Nt, Nv] --> ranks
 
 S[i, j] is text i against video j, always text first. T2V: every caption is a query, the videos are
 the gallery. V2T: every video is a query. A tie costs half a rank, whatever the order.
 """
-ckpt = ""              # run folder (out/demo_mars), or one step folder inside it
+ckpt = ""              # run folder (out/demo_mars), or one step folder inside it; or several,
+                       # comma-separated
 which = "best"         # checkpoint of the run: best (by the validation split) or latest
 split = "test"         # <data>/<split>.jsonl
 v2t = "best"           # V2T with several captions per video: best (own caption that ranks highest
@@ -103,14 +105,27 @@ def configured():
         from data import find_annotations  # numpy is imported, torch is not
         check_output("json", args.json)
         check_output("report", args.report)
-        results = os.path.join(args.ckpt, "metrics.json")
-        if args.json and os.path.realpath(args.json) == os.path.realpath(results):
-            raise ValueError(f"json '{args.json}' is where the run keeps the results of all its "
-                             "splits; name another file")
-        trained = run_settings(find_checkpoint(args) / "config.json")
-        data = trained["data"] if args.data is None else args.data
-        find_annotations(os.path.join(data, f"{args.split}.jsonl"))
+        for one in each_run(args):
+            results = os.path.join(one.ckpt, "metrics.json")
+            if args.json and os.path.realpath(args.json) == os.path.realpath(results):
+                raise ValueError(f"json '{args.json}' is where the run keeps the results of all "
+                                 "its splits; name another file")
+            trained = run_settings(find_checkpoint(one) / "config.json")
+            data = trained["data"] if args.data is None else args.data
+            find_annotations(os.path.join(data, f"{args.split}.jsonl"))
     return args
+
+
+def each_run(args):
+    """The settings for each of the runs that --ckpt names."""
+    runs = [r.strip() for r in args.ckpt.split(",") if r.strip()]
+    if len(runs) < 2 or os.path.isdir(args.ckpt):            # a folder may have a comma in its name
+        return [args]
+    for key in ("json", "report"):
+        if getattr(args, key):
+            raise ValueError(f"{key} is the file of one run, and --ckpt names {len(runs)}; "
+                             "evaluate them one by one for it, or read their metrics.json")
+    return [SimpleNamespace(**{**vars(args), "ckpt": run}) for run in runs]
 
 
 if __name__ == "__main__":  # before torch is imported: --help, typos, missing files answer at once
@@ -543,7 +558,7 @@ def is_result(r, dsl=False):
 
 
 def compare_runs(folders, split, dsl=False):
-    """One line per run from their metrics.json; refused when galleries or protocols differ."""
+    """The comparison of runs by their metrics.json."""
     folders, rows = [f.strip() for f in folders if f.strip()], []
     if not folders:
         raise ValueError("compare names no run folder; separate several with commas")
@@ -564,6 +579,11 @@ def compare_runs(folders, split, dsl=False):
             print(f"warning: {file} holds the result of {r['checkpoint']}, and the run's best "
                   f"checkpoint is {best.resolve().name} now: run {again}", file=sys.stderr)
         rows.append(r)
+    return comparison(folders, rows, split, dsl)
+
+
+def comparison(folders, rows, split, dsl=False):
+    """One line per run's result; refused when galleries or protocols differ."""
     a = rows[0]
     for folder, r in zip(folders, rows):
         for key in ["data"] * ("data" in a and "data" in r) + [
@@ -702,12 +722,21 @@ def main(args):
             save_result(Path(args.json), result)
         if args.report:
             write_report(args.report, found, items, cfg, args.split)
+    return result
+
+
+def main_of_all(args):
+    """Evaluate the run, or one run after the other and then compare them."""
+    runs = each_run(args)
+    results = [main(one) for one in runs]
+    if len(runs) > 1 and (not dist.is_initialized() or dist.get_rank() == 0):
+        print(comparison([one.ckpt for one in runs], results, args.split, args.dsl))
 
 
 if __name__ == "__main__":
     if args.compare:
         one_line_errors(lambda: print(compare_runs(args.compare.split(","), args.split, args.dsl)))
     else:
-        one_line_errors(lambda: main(args))
+        one_line_errors(lambda: main_of_all(args))
     if dist.is_initialized():  # not after an error: other ranks may wait in a collective
         dist.destroy_process_group()

@@ -602,6 +602,29 @@ def test_other_settings_have_entries_of_their_own_in_metrics_json(run, tmp_path)
     assert {**with_dsl["test"], "dsl": False, "dsl_rows": None} == {**main, "dsl_rows": None}
 
 
+def test_several_runs_are_evaluated_one_by_one_and_compared(run, tmp_path, capsys, monkeypatch):
+    names = [str(tmp_path / name) for name in "ab"]
+    for name in names:
+        shutil.copytree(run.out, name, symlinks=True,
+                        ignore=shutil.ignore_patterns("metrics.json"))
+    E.main_of_all(settings("--ckpt", ", ".join(names), "--num_frames=2"))
+    out = capsys.readouterr().out.splitlines()
+    results = [json.loads(Path(n, "metrics.json").read_text())["test num_frames=2"] for n in names]
+    assert results[0] == results[1]
+    assert sum("text -> video (T2V)," in s for s in out) == 2
+    # the table is of what was just measured, not of the run's own entry in metrics.json
+    assert [s.split()[0] for s in out[-2:]] == ["a", "b"]
+    assert float(out[-1].split()[1]) == pytest.approx(results[1]["t2v"]["R@1"], abs=5e-3)
+    one = tmp_path / "a,b"                                  # a folder may have a comma in its name
+    shutil.copytree(names[0], one, symlinks=True)
+    assert len(E.each_run(settings("--ckpt", str(one)))) == 1
+    for argv, says in ((f"--json={tmp_path}/r.json", "json is the file of one run"),
+                       ("--split=test", "nowhere' is no run folder")):
+        monkeypatch.setattr(sys, "argv", ["eval.py", f"--ckpt={names[0]},nowhere", argv])
+        with pytest.raises((ValueError, FileNotFoundError), match=says):
+            E.configured()
+
+
 def test_two_processes_give_the_same_bits_as_one(run, tmp_path):
     E.main(settings("--ckpt", run.out, "--dsl", f"--json={tmp_path / 'one.json'}"))
     r = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",

@@ -4,7 +4,7 @@ A checkpoint -> features -> similarity -> tables. All metrics of the repo are de
     $ python eval.py --ckpt out/demo_mars                        # best checkpoint on the test split
     $ torchrun --nproc_per_node=2 eval.py --ckpt out/demo_mars   # the same bits, twice as fast
     $ python eval.py --ckpt out/demo_mars,out/demo_baseline      # one after the other, then a table
-    $ python eval.py --compare out/demo_mars,out/demo_baseline   # the table, from their metrics.json
+    $ python eval.py --compare out/demo_mars,out/demo_baseline   # that table, from metrics.json
 
     videos, captions --model.encode_*--> Features --model.similarity--> S [Nt, Nv] --> ranks
 
